@@ -1,0 +1,49 @@
+"""What the compiler produces: one process, ready to be started or printed.
+
+A plan is data. It does not start anything, and it holds no secret that may not be printed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from antiphon.core.ids import INCARNATION_PLACEHOLDER
+
+Role = Literal["prefill", "decode", "router"]
+Kind = Literal["vllm", "simulated", "router"]
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process of a deployment.
+
+    ``argv`` and ``env`` may contain ``@INCARNATION@``; :meth:`born` fills it in, once for each start, so that an
+    ``engine_id`` is never used twice.
+    """
+
+    name: str
+    """Unique in the deployment: ``prefill-0``, ``decode-1``, ``router``."""
+    role: Role
+    kind: Kind
+    host: str
+    """The host that it runs on, as the spec names it (an address that its peers can reach)."""
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables added to the inherited environment."""
+    unset_env: tuple[str, ...] = ()
+    """Variables removed from the inherited environment."""
+    ports: dict[str, int] = field(default_factory=dict)
+    """Every port that it listens on, by use: ``http``, ``side_channel``."""
+    base_url: str = ""
+    """Where its HTTP API answers, ``http://host:port``."""
+    ready_path: str = "/health"
+    """A GET on this path answers 200 when the process is ready."""
+    model_name: str = ""
+    """The served model name, for engines."""
+
+    def born(self, incarnation: str) -> ProcessPlan:
+        """The same plan with the placeholder replaced by ``incarnation``."""
+        swap = {key: value.replace(INCARNATION_PLACEHOLDER, incarnation) for key, value in self.env.items()}
+        argv = tuple(arg.replace(INCARNATION_PLACEHOLDER, incarnation) for arg in self.argv)
+        return replace(self, argv=argv, env=swap)

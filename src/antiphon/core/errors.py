@@ -1,0 +1,103 @@
+"""The error tree: every error that Antiphon raises on purpose.
+
+    AntiphonError
+    ├── ConfigError        the spec or a flag cannot work; nothing was started
+    ├── StartError         a process did not become ready
+    ├── ProtocolError      a peer or a client sent something malformed
+    │   └── RequestRefused     a client's request is refused, with the HTTP status to send
+    └── UpstreamError      an engine failed while it served a request
+        ├── ConnectFailed      no connection was made: no byte of the request was written
+        ├── UpstreamLost       the connection ended before the response was complete
+        ├── UpstreamTimeout    a stage deadline passed
+        └── UpstreamGarbage    the engine answered with something that cannot be used
+
+A message says what is wrong; ``remedy`` says what to do; ``field`` names the spec field, where there is one. Bugs are
+assertions, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class AntiphonError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: what is wrong, one sentence, no trailing newline.
+        field: dotted path of the spec field concerned (``pools.prefill.port``), where there is one.
+        remedy: what the reader should do about it.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        where = f"{self.field}: " if self.field else ""
+        fix = f" ({self.remedy})" if self.remedy else ""
+        return f"{where}{self.message}{fix}"
+
+
+class ConfigError(AntiphonError):
+    """The spec or a flag cannot work. Raised before anything is started."""
+
+
+class StartError(AntiphonError):
+    """A process ended, or passed its deadline, before it was ready."""
+
+
+class ProtocolError(AntiphonError):
+    """A peer or a client sent something malformed."""
+
+
+class RequestRefused(ProtocolError):
+    """A client's request is refused.
+
+    Args:
+        message: what the client reads; never an internal address.
+        status: the HTTP status to send, 400 to 599.
+        kind: OpenAI error ``type``.
+        code: short machine-readable code.
+        param: the request field concerned, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        assert 400 <= status <= 599, status
+        self.status = status
+        self.kind = kind
+        self.code = code
+        self.param = param
+
+
+class UpstreamError(AntiphonError):
+    """An engine failed while it served a request. ``retryable`` says whether trying another engine is safe."""
+
+    retryable = False
+
+
+class ConnectFailed(UpstreamError):
+    """No connection was made, so no byte of the request was written."""
+
+    retryable = True
+
+
+class UpstreamLost(UpstreamError):
+    """The connection ended before the response was complete."""
+
+
+class UpstreamTimeout(UpstreamError):
+    """A stage deadline passed."""
+
+
+class UpstreamGarbage(UpstreamError):
+    """The engine answered with something that cannot be used."""
