@@ -1,0 +1,1 @@
+"""What can be seen: metric names, the receipt of a request, exporters."""

@@ -1,0 +1,1 @@
+"""Every message that crosses a process, its codec and its limits."""

@@ -1,0 +1,1 @@
+"""Movers of messages and bytes between processes."""

@@ -1,0 +1,56 @@
+# Antiphon from a fresh clone. Needs make and Python 3.11 or newer; everything else goes into .venv in this folder.
+
+PYTHON ?= python3
+ARGS ?=
+MINUTES ?= 10
+
+VENV := $(CURDIR)/.venv
+ANTIPHON := "$(VENV)/bin/antiphon"
+TEST := "$(VENV)/bin/python" scripts/test.py
+
+# Where the system has no libnuma, the install puts one here for vLLM.
+export LD_LIBRARY_PATH := $(VENV)/native$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev demo up test soak lint types unit process real clean
+
+help:  ## list the targets
+	@echo 'usage: make <target> [PYTHON=python3.11] [ARGS="..."]'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
+
+install:  ## make or update .venv from the lock files
+	@$(PYTHON) scripts/install.py
+
+install-dev:  ## the same, with what the tests need
+	@$(PYTHON) scripts/install.py --dev
+
+demo: install  ## serve a small model with prefill and decode apart, ask it three questions, stop
+	@$(ANTIPHON) demo $(ARGS)
+
+up: install  ## the same, and stay up until Ctrl-C
+	@$(ANTIPHON) demo --stay $(ARGS)
+
+test: install-dev  ## everything: lint, types, unit, process and real-engine tests
+	@$(TEST) $(ARGS)
+
+lint: install-dev  ## rules of style and form
+	@$(TEST) --only lint
+
+types: install-dev  ## the type checker, strict, on src
+	@$(TEST) --only types
+
+unit: install-dev  ## tests that start no process (seconds)
+	@$(TEST) --only unit $(ARGS)
+
+process: install-dev  ## tests with real processes and simulated engines (a minute or two)
+	@$(TEST) --only process $(ARGS)
+
+real: install-dev  ## tests with real vLLM engines (minutes)
+	@$(TEST) --only real $(ARGS)
+
+soak: install-dev  ## unit and process tests again and again for MINUTES (10), with new random examples each time
+	@$(TEST) --only unit,process --minutes $(MINUTES)
+
+clean:  ## remove .venv and every cache in this folder (the demo model stays in your cache folder)
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

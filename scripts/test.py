@@ -1,0 +1,238 @@
+"""Runs every check and every test, group by group, and says what failed and what was not run. Standard library only.
+
+A group that fails does not stop the next one. The last line is ``N passed, N failed`` (and ``, N skipped`` where there
+are some), summed over all groups; a check (lint, format, types) counts as one. The exit status is 0 only if nothing
+failed. A group that collects nothing, dies or passes its time limit counts as failed: silence is not success.
+
+It needs the environment that ``scripts/install.py --dev`` makes, and no root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+POLL_S = 0.1
+NOTHING_COLLECTED = 5  # pytest's exit status
+SHOWN_LINES_MAX = 200  # of a failed group's output; all of it stays in the log
+
+
+@dataclass(frozen=True)
+class Group:
+    """One line of the report: a check (``command``), or the tests that a marker expression selects."""
+
+    name: str
+    title: str
+    timeout_s: float
+    command: tuple[str, ...] = ()
+    markers: str = ""
+    can_be_empty: bool = False
+
+
+GROUPS = (
+    Group("lint", "lint", 120, command=("-m", "ruff", "check", ".")),
+    Group("lint", "format", 120, command=("-m", "ruff", "format", "--check", ".")),
+    Group("types", "types", 600, command=("-m", "mypy")),
+    Group("unit", "unit", 900, markers="not process and not real_engine"),
+    Group("process", "process", 1200, markers="process and not real_engine"),
+    Group("real", "real engine", 2400, markers="real_engine"),
+)
+
+
+@dataclass
+class Outcome:
+    """What a group gave."""
+
+    num_passed: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    failures: list[str] = field(default_factory=list)
+    skips: Counter[str] = field(default_factory=Counter)
+    wall_s: float = 0.0
+
+    def add(self, other: Outcome) -> None:
+        self.num_passed += other.num_passed
+        self.num_failed += other.num_failed
+        self.num_skipped += other.num_skipped
+        self.failures += other.failures
+        self.skips += other.skips
+        self.wall_s += other.wall_s
+
+
+def read_junit(path: Path) -> Outcome:
+    """Counts the test cases of a junit file.
+
+    Raises:
+        OSError, ElementTree.ParseError: there is no file, or half of one.
+    """
+    outcome = Outcome()
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome.num_failed += 1
+            outcome.failures.append(name)
+        elif (skip := case.find("skipped")) is not None:
+            outcome.num_skipped += 1
+            outcome.skips[skip.get("message") or "no reason given"] += 1
+        else:
+            outcome.num_passed += 1
+    return outcome
+
+
+def judge(group: Group, status: int | None, junit: Path | None) -> Outcome:
+    """Turns an exit status (None: the time limit passed) and a junit file into counts. Doubt counts as a failure."""
+    if junit is None:
+        outcome = Outcome(num_passed=int(status == 0), num_failed=int(status != 0))
+        if status != 0:
+            outcome.failures.append(f"{group.title}: {describe_end(group, status)}")
+        return outcome
+    try:
+        outcome = read_junit(junit)
+    except (OSError, ElementTree.ParseError):
+        outcome = Outcome()
+    num_cases = outcome.num_passed + outcome.num_failed + outcome.num_skipped
+    if status == NOTHING_COLLECTED and num_cases == 0 and group.can_be_empty:
+        return outcome
+    trouble = ""
+    if status == NOTHING_COLLECTED or (status == 0 and num_cases == 0):
+        trouble = "no test was collected"
+    elif status != 0 and (status != 1 or outcome.num_failed == 0):
+        trouble = describe_end(group, status)
+    if trouble:
+        outcome.num_failed += 1
+        outcome.failures.append(f"{group.title}: {trouble}")
+    return outcome
+
+
+def describe_end(group: Group, status: int | None) -> str:
+    if status is None:
+        return f"did not end within {group.timeout_s:.0f} s"
+    if status < 0:
+        return f"ended by signal {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def run_to_end(command: list[str], log_path: Path, timeout_s: float, tick: str) -> int | None:
+    """Runs a command with its output in a log. Returns its exit status, or None where the limit passed.
+
+    The command gets a session of its own and the whole of it is ended with it, so that nothing is left behind.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    is_terminal = sys.stdout.isatty()
+    started_s = time.monotonic()
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                if time.monotonic() > deadline_s:
+                    return None
+                if is_terminal:
+                    sys.stdout.write(f"\r\033[K{tick} ... {time.monotonic() - started_s:.0f} s")
+                    sys.stdout.flush()
+                time.sleep(POLL_S)
+            return process.returncode
+        finally:
+            if is_terminal:
+                sys.stdout.write("\r\033[K")
+            end_session(process)
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Ends whatever is left of the session that the process leads."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def run_group(group: Group, folder: Path, extra: list[str]) -> Outcome:
+    """Runs one group and prints its line, and its output where it failed."""
+    log_path = folder / f"{group.title.replace(' ', '-')}.log"
+    junit = None if group.command else folder / f"{group.name}.xml"
+    command = [sys.executable, *group.command]
+    if junit is not None:
+        junit.unlink(missing_ok=True)
+        command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *extra]
+    started_s = time.monotonic()
+    status = run_to_end(command, log_path, group.timeout_s, group.title)
+    outcome = judge(group, status, junit)
+    outcome.wall_s = time.monotonic() - started_s
+    if outcome.num_failed:
+        lines = log_path.read_text(errors="replace").splitlines()
+        if len(lines) > SHOWN_LINES_MAX:
+            print(f"[the first {len(lines) - SHOWN_LINES_MAX} lines are in {log_path}]")
+        print("\n".join(lines[-SHOWN_LINES_MAX:]))
+    mark = "FAILED" if outcome.num_failed else "ok"
+    print(f"{group.title:<12} {mark:<7} {outcome.wall_s:7.1f} s   {counts(outcome)}", flush=True)
+    return outcome
+
+
+def counts(outcome: Outcome) -> str:
+    skipped = f", {outcome.num_skipped} skipped" if outcome.num_skipped else ""
+    return f"{outcome.num_passed} passed, {outcome.num_failed} failed{skipped}"
+
+
+def summarize(total: Outcome, left_out: list[str], logs: Path | None) -> str:
+    """The closing lines; the last is the counts alone."""
+    lines = [""]
+    if total.failures:
+        lines.append("failed:")
+        lines += [f"  {name}" for name in total.failures]
+    not_run = [f"  {number} x {reason}" for reason, number in sorted(total.skips.items())]
+    not_run += [f"  {name}: not asked for" for name in left_out]
+    if not_run:
+        lines.append("not run:")
+        lines += not_run
+    lines.append(f"{total.wall_s:.0f} s in all" + (f"; logs: {logs}" if logs else ""))
+    lines.append(counts(total))
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    names = list(dict.fromkeys(group.name for group in GROUPS))
+    parser = argparse.ArgumentParser(description="Run every check and every test.")
+    parser.add_argument("--only", metavar="NAMES", help=f"comma-separated, of: {', '.join(names)}")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="repeat until this much time has passed or one fails"
+    )
+    options, extra = parser.parse_known_args(arguments)
+    wanted = options.only.split(",") if options.only else names
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"no such group: {', '.join(unknown)}")
+    total = Outcome()
+    folder = Path(tempfile.mkdtemp(prefix="antiphon-test-"))
+    ends_s = time.monotonic() + options.minutes * 60
+    while True:
+        for group in GROUPS:
+            if group.name in wanted:
+                total.add(run_group(group, folder, extra))
+        if total.num_failed or time.monotonic() >= ends_s:
+            break
+    left_out = [name for name in names if name not in wanted]
+    print(summarize(total, left_out, folder if total.num_failed else None))
+    if total.num_failed:
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

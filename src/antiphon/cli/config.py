@@ -1,0 +1,151 @@
+"""``antiphon config``: what a spec becomes, and whether it can work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from antiphon.config.checks import Report, run_checks
+from antiphon.config.compile import Compiled, compile_all
+from antiphon.config.explain import nearest
+from antiphon.config.facts import gather_facts
+from antiphon.config.live import LiveRow, check_live
+from antiphon.config.load import load_spec
+from antiphon.config.plan import ProcessPlan
+from antiphon.config.problems import Problem, SpecError
+from antiphon.config.render import render_json, render_shell
+from antiphon.core.ids import new_incarnation
+
+DEFAULT_FILE = "antiphon.yaml"
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"The spec [default: {DEFAULT_FILE} where it exists].",
+)
+set_option = click.option(
+    "--set", "sets", multiple=True, metavar="PATH=VALUE", help="Set a field, over the file; may be repeated."
+)
+
+
+def spec_file(config_file: Path | None) -> Path | None:
+    """The file to read: the one named, else ``antiphon.yaml`` where it exists, else none."""
+    if config_file is None and Path(DEFAULT_FILE).exists():
+        return Path(DEFAULT_FILE)
+    return config_file
+
+
+@click.group()
+def config() -> None:
+    """Check a spec, or print the command line of each process."""
+
+
+@config.command()
+@config_option
+@set_option
+@click.option("--host", metavar="HOST", help="Only the processes that run on this host.")
+@click.option("--only", metavar="ROLE|NAME", help="Only prefill, decode, router, or one process such as prefill-0.")
+@click.option("--format", "form", type=click.Choice(["shell", "json"]), default="shell", show_default=True)
+def render(config_file: Path | None, sets: tuple[str, ...], host: str | None, only: str | None, form: str) -> None:
+    """Print the exact command line and environment of each process, to start it by hand on its host.
+
+    Each engine's id carries a fresh incarnation: render again before a restart.
+    """
+    try:
+        compiled = compile_all(load_spec(spec_file(config_file), sets))
+    except SpecError as error:
+        _print_problems(error.problems, err=True)
+        sys.exit(2)
+    if compiled.problems:
+        _print_problems(compiled.problems, err=True)
+        sys.exit(2)
+    for notice in compiled.notices:
+        click.echo(f"notice: {notice}", err=True)
+    plans = [plan.born(new_incarnation()) for plan in _selected(compiled.plans, host, only)]
+    click.echo(render_shell(plans) if form == "shell" else render_json(plans), nl=False)
+
+
+@config.command()
+@config_option
+@set_option
+@click.option("--live", is_flag=True, help="Try the running processes from this host: ports, health, versions, NIXL.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str) -> None:
+    """Refuse, before anything starts, what cannot work. Exit 2 with every problem and its remedy.
+
+    With --live, for processes that are running: exit 1 where one cannot be reached or does not fit.
+    """
+    path = spec_file(config_file)
+    name = str(path) if path is not None else "the defaults"
+    try:
+        compiled = compile_all(load_spec(path, sets))
+    except SpecError as error:
+        _report(name, None, Report(error.problems, ()), form)
+        sys.exit(2)
+    report = run_checks(compiled, gather_facts(compiled), is_running=live)
+    if report.problems or not live:
+        _report(name, compiled, report, form)
+        sys.exit(2 if report.problems else 0)
+    rows = check_live(compiled)
+    _print_rows(rows, form)
+    sys.exit(0 if all(row.is_ok for row in rows) else 1)
+
+
+def _selected(plans: tuple[ProcessPlan, ...], host: str | None, only: str | None) -> list[ProcessPlan]:
+    """The plans on ``host`` that ``only`` names; click.UsageError with the nearest where there is none."""
+    hosts = list(dict.fromkeys(plan.host for plan in plans))
+    if host is not None and host not in hosts:
+        raise click.UsageError(f"no process runs on {host!r}; the hosts are {', '.join(hosts)}")
+    names = list(dict.fromkeys([*(plan.role for plan in plans), *(plan.name for plan in plans)]))
+    if only is not None and only not in names:
+        near = nearest(only, names)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
+        raise click.UsageError(f"no process is called {only!r}; {hint}")
+    return [plan for plan in plans if host in (None, plan.host) and only in (None, plan.role, plan.name)]
+
+
+def _report(name: str, compiled: Compiled | None, report: Report, form: str) -> None:
+    if form == "json":
+        answer: dict[str, Any] = {
+            "ok": not report.problems,
+            "problems": [vars(problem) for problem in report.problems],
+            "notices": [vars(notice) for notice in report.notices],
+            "processes": [plan.name for plan in compiled.plans] if compiled is not None else [],
+        }
+        click.echo(json.dumps(answer, indent=2))
+        return
+    for notice in report.notices:
+        click.echo(f"notice: {notice}")
+    _print_problems(report.problems)
+    if report.problems:
+        count = len(report.problems)
+        click.echo(f"{name}: {count} problem{'s' if count > 1 else ''}; nothing was started")
+    elif compiled is not None:
+        click.echo(f"{name}: ok")
+        for plan in compiled.plans:
+            ports = ", ".join(f"{use.replace('_', ' ')} {port}" for use, port in plan.ports.items())
+            click.echo(f"  {plan.name}: {plan.kind} on {plan.host}, {ports}")
+
+
+def _print_problems(problems: tuple[Problem, ...], *, err: bool = False) -> None:
+    for problem in problems:
+        click.echo(str(problem), err=err)
+
+
+def _print_rows(rows: list[LiveRow], form: str) -> None:
+    if form == "json":
+        click.echo(json.dumps({"ok": all(row.is_ok for row in rows), "rows": [vars(row) for row in rows]}, indent=2))
+        return
+    cells = [("process", "tried", "result"), *((row.process, row.target, row.result) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    marks = ["  ", *("ok" if row.is_ok else "no" for row in rows)]
+    fixes = ["", *(row.fix for row in rows)]
+    for mark, (process, target, result), fix in zip(marks, cells, fixes, strict=True):
+        click.echo(f"{mark}  {process:<{widths[0]}}  {target:<{widths[1]}}  {result}".rstrip())
+        if fix:
+            click.echo(f"      fix: {fix}")

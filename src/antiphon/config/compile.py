@@ -1,0 +1,171 @@
+"""The compiler: from a spec to the command line and environment of every process.
+
+Pure but for the look at the machine and at whether ``model.path`` is a folder here. It starts nothing, and refuses only
+what it cannot express; whether it will work on this host is asked in ``checks.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.config.hosts import WILDCARDS, http_url
+from antiphon.config.plan import ProcessPlan
+from antiphon.config.problems import Notice, Problem, SpecError
+from antiphon.config.resolve import Engine, Machine, default_notices, place_engines, this_machine
+from antiphon.config.router_spec import RouterSpec
+from antiphon.config.simulated_spec import SimulatedSpec
+from antiphon.config.spec import Pool, Spec
+from antiphon.config.transfer import Transfer, lease_s, transfer_of
+from antiphon.config.vllm_args import engine_argv, engine_env, engine_unset_env
+from antiphon.core.ids import INCARNATION_PLACEHOLDER
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came out of a spec. With problems, the plans are the nearest that could be made."""
+
+    spec: Spec
+    engines: tuple[Engine, ...]
+    plans: tuple[ProcessPlan, ...]
+    transfers: dict[Pool, Transfer]
+    problems: tuple[Problem, ...]
+    notices: tuple[Notice, ...]
+
+
+def compile_spec(spec: Spec, machine: Machine | None = None) -> list[ProcessPlan]:
+    """Every process of ``spec``: prefill engines, decode engines, router.
+
+    Args:
+        machine: stands for every host where defaults depend on one (default: this one).
+
+    Raises:
+        SpecError: where a pool's ``kv_transfer_config`` cannot be used.
+    """
+    compiled = compile_all(spec, machine)
+    if compiled.problems:
+        raise SpecError(compiled.problems)
+    return list(compiled.plans)
+
+
+def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
+    """As :func:`compile_spec`, with problems and notices as values."""
+    engines = place_engines(spec, machine or this_machine())
+    transfers: dict[Pool, Transfer] = {}
+    for engine in engines:
+        if engine.pool not in transfers:
+            transfers[engine.pool] = transfer_of(engine, spec.handoff)
+    plans = [_engine_plan(engine, spec, transfers[engine.pool]) for engine in engines]
+    lease = lease_s(transfers["prefill"].config)
+    router, router_notices = _filled_router(spec.router, plans, lease)
+    plans.append(_router_plan(router, engines[0].host))
+    found = transfers.values()
+    return Compiled(
+        spec=spec,
+        engines=tuple(engines),
+        plans=tuple(plans),
+        transfers=transfers,
+        problems=tuple(problem for transfer in found for problem in transfer.problems),
+        notices=(
+            *default_notices(spec, engines),
+            *(notice for transfer in found for notice in transfer.notices),
+            *router_notices,
+        ),
+    )
+
+
+def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer) -> ProcessPlan:
+    common: dict[str, Any] = {
+        "name": engine.name,
+        "role": engine.pool,
+        "host": engine.host,
+        "ports": {"http": engine.port, "side_channel": engine.side_channel_port},
+        "base_url": http_url(engine.host, engine.port),
+        "model_name": spec.model.served,
+    }
+    if engine.spec.kind == "simulated":
+        argv = _simulated_argv(engine, spec, transfer.config["kv_load_failure_policy"])
+        return ProcessPlan(kind="simulated", argv=argv, env=dict(engine.spec.env), **common)
+    return ProcessPlan(
+        kind="vllm",
+        argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name)),
+        env=engine_env(engine, spec.model),
+        unset_env=engine_unset_env(engine),
+        **common,
+    )
+
+
+def _simulated_argv(engine: Engine, spec: Spec, load_failure_policy: str) -> tuple[str, ...]:
+    argv = [sys.executable, "-m", "antiphon", "sim-engine", "--host", engine.bind, "--port", str(engine.port)]
+    argv += ["--role", engine.pool, "--model-name", spec.model.served]
+    argv += ["--engine-id", f"{engine.name}-{INCARNATION_PLACEHOLDER}"]
+    if engine.bind != engine.host:
+        argv += ["--side-channel-host", engine.host]
+    argv += ["--side-channel-port", str(engine.side_channel_port)]
+    if engine.spec.max_num_seqs is not None:
+        argv += ["--max-num-seqs", str(engine.spec.max_num_seqs)]
+    if load_failure_policy != "fail":
+        argv += ["--kv-load-failure-policy", load_failure_policy]
+    knobs = simulated_knobs(engine, spec)
+    for name, field in SimulatedSpec.model_fields.items():
+        if getattr(knobs, name) != field.default:
+            argv += [f"--{name.replace('_', '-')}", str(getattr(knobs, name))]
+    return tuple(argv)
+
+
+def simulated_knobs(engine: Engine, spec: Spec) -> SimulatedSpec:
+    """The latency model of ``engine``: what ``simulated`` leaves open is what the real engine would be told."""
+    own = engine.spec.simulated
+    shared = {
+        "block_size_tokens": engine.spec.block_size_tokens,
+        "max_model_len": spec.model.max_model_len,
+        "lease_s": float(spec.handoff.lease_s),
+    }
+    update = {name: value for name, value in shared.items() if value is not None and name not in own.model_fields_set}
+    return own.model_copy(update=update)
+
+
+def _filled_router(router: RouterSpec, engines: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
+    """The router's knobs with the engines' URLs, and a hand-over deadline that lies inside the lease."""
+    update: dict[str, Any] = {
+        role: [plan.base_url for plan in engines if plan.role == role] for role in ("prefill", "decode")
+    }
+    notices = []
+    if "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > lease:
+        update["handover_timeout_s"] = float(lease)
+        notices.append(Notice("router.handover_timeout_s", f"{lease} s, the lease of the KV"))
+    return router.model_copy(update=update), notices
+
+
+def _router_plan(router: RouterSpec, default_host: str) -> ProcessPlan:
+    """The router's process. Bound to a wildcard it names no host: it is taken to run on ``default_host``."""
+    host = default_host if router.host in WILDCARDS else router.host
+    return ProcessPlan(
+        name="router",
+        role="router",
+        kind="router",
+        host=host,
+        argv=router_argv(router),
+        ports={"http": router.port},
+        base_url=http_url(host, router.port),
+        ready_path="/readiness",
+    )
+
+
+def router_argv(router: RouterSpec) -> tuple[str, ...]:
+    """The router's command line: the flags of a vllm-router command line, then every knob that is not its default."""
+    argv = [sys.executable, "-m", "antiphon", "router", "--policy", router.policy]
+    argv.append("--vllm-pd-disaggregation" if router.vllm_pd_disaggregation else "--no-vllm-pd-disaggregation")
+    for role in ("prefill", "decode"):
+        for url in getattr(router, role):
+            argv += [f"--{role}", url]
+    argv += ["--host", router.host, "--port", str(router.port)]
+    written = {"policy", "vllm_pd_disaggregation", "prefill", "decode", "host", "port"}
+    for name, field in RouterSpec.model_fields.items():
+        value = getattr(router, name)
+        if name in written or value == field.default:
+            continue
+        flag = name.replace("_", "-")
+        argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return tuple(argv)

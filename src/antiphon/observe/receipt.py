@@ -1,0 +1,104 @@
+"""The receipt: what happened to one request, and where.
+
+A receipt is filled in while the request runs and closed once. The ring keeps the latest ones, up to a number; an id
+that is not there was never given out or is too old.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Receipt:
+    """One request. Times are milliseconds from the router's receipt of the whole request; None: not known or not
+    reached."""
+
+    id: str
+    route: str
+    created_unix_s: float
+    path: str = ""
+    reason: str = ""
+    stream: bool = False
+    client_request_id: str | None = None
+    engine_request_id: str | None = None
+    prefill: str | None = None
+    """``host:port`` of the prefill engine."""
+    decode: str | None = None
+    status: int | None = None
+    """HTTP status that the client was sent."""
+    outcome: str | None = None
+    """``completed``, ``failed`` or ``cancelled``; None while the request runs."""
+    error: str | None = None
+    prompt_tokens: int | None = None
+    tokens_by_source: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens by where the prefill took them from: ``device`` (its own prefix cache), ``computed``."""
+    prefill_ms: float | None = None
+    """The prefill engine's part, from sending the request to its whole answer."""
+    handover_ms: float | None = None
+    """From the prefill's answer to the first token of the decode engine; None for an answer that was not streamed,
+    whose first token cannot be seen."""
+    first_token_ms: float | None = None
+    total_ms: float | None = None
+    num_events: int = 0
+    """Pieces of the answer that were passed on to the client."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON, times under ``ms``, token counts under ``tokens``."""
+        return {
+            "id": self.id,
+            "route": self.route,
+            "created_unix_s": round(self.created_unix_s, 3),
+            "path": self.path,
+            "reason": self.reason,
+            "stream": self.stream,
+            "client_request_id": self.client_request_id,
+            "engine_request_id": self.engine_request_id,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "status": self.status,
+            "outcome": self.outcome,
+            "error": self.error,
+            "tokens": {"prompt": self.prompt_tokens, "by_source": self.tokens_by_source},
+            "ms": {
+                "prefill": _rounded(self.prefill_ms),
+                "handover": _rounded(self.handover_ms),
+                "first_token": _rounded(self.first_token_ms),
+                "total": _rounded(self.total_ms),
+            },
+            "num_events": self.num_events,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+class ReceiptRing:
+    """The latest receipts, at most ``receipts_max`` of them."""
+
+    def __init__(self, receipts_max: int) -> None:
+        assert receipts_max >= 0
+        self._receipts_max = receipts_max
+        self._by_id: OrderedDict[str, Receipt] = OrderedDict()
+
+    def add(self, receipt: Receipt) -> None:
+        """Keep ``receipt``, at the cost of the oldest one."""
+        if self._receipts_max == 0:
+            return
+        if len(self._by_id) >= self._receipts_max:
+            self._by_id.popitem(last=False)
+        self._by_id[receipt.id] = receipt
+
+    def get(self, receipt_id: str) -> Receipt | None:
+        """The receipt with this id, or None."""
+        return self._by_id.get(receipt_id)
+
+    def latest(self, num: int) -> list[Receipt]:
+        """The ``num`` latest receipts, newest first."""
+        newest_first = reversed(self._by_id.values())
+        return [receipt for receipt, _ in zip(newest_first, range(num), strict=False)]
+
+    def __len__(self) -> int:
+        return len(self._by_id)

@@ -1,0 +1,95 @@
+"""The router's metrics: every name once, with what it counts.
+
+Series that a request touches are looked up once and kept, so that counting costs one call.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class RouterMetrics:
+    """One router's series."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = self._counter(
+            "requests", "Requests that ended, by HTTP status.", "route", "path", "outcome", "status"
+        )
+        self._paths = self._counter("path", "Path choices (pd, local) by reason.", "path", "reason")
+        self._engine_requests = self._counter("engine_requests", "Requests sent to an engine.", "role", "engine")
+        self._engine_errors = self._counter(
+            "engine_errors", "Engine failures: connect, lost, timeout, garbage, status.", "role", "engine", "kind"
+        )
+        self._disconnects = self._counter(
+            "client_disconnects", "Clients that left before their answer was complete, by stage.", "stage"
+        )
+        self.handovers_after_disconnect = self._counter(
+            "handovers_completed_after_disconnect",
+            "Hand-overs completed for a client that had left, so that the prefill engine frees its blocks.",
+        )
+        self.handovers_abandoned = self._counter(
+            "handovers_abandoned",
+            "Prefills that answered and whose KV no decode engine pulled: held until the prefill engine's lease ends.",
+        )
+        self.truncations = self._counter(
+            "stream_truncations", "Streams that ended with an error event because the engine did not finish them."
+        )
+        self._engine_up = self._gauge("engine_up", "1 while an engine is taken to be usable.", "role", "engine")
+        self._engine_active = self._gauge(
+            "engine_active_requests", "Requests in flight at an engine.", "role", "engine"
+        )
+        self.active = self._gauge("active_requests", "Requests in progress.")
+        self.connections = self._gauge("client_connections", "Open client connections.")
+        self.prefill_seconds = self._seconds("prefill", "From sending a request to a prefill engine to its answer.")
+        self.handover_seconds = self._seconds(
+            "handover", "From a prefill's answer to the first token from the decode engine (streams)."
+        )
+        self.time_to_first_token_seconds = self._seconds(
+            "time_to_first_token", "From a whole request to the first piece of a streamed answer."
+        )
+        self.request_seconds = self._seconds("request", "From a whole request to the end of its answer.")
+        self.request = lru_cache(maxsize=1024)(self._request)
+        self.path = lru_cache(maxsize=64)(self._path)
+        self.engine_request = lru_cache(maxsize=4096)(self._engine_request)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"antiphon_router_{name}_total", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"antiphon_router_{name}", text, labels, registry=self.registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return Histogram(f"antiphon_router_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+
+    def _request(self, route: str, path: str, outcome: str, status: int) -> Counter:
+        return self._requests.labels(route, path, outcome, str(status))
+
+    def _path(self, path: str, reason: str) -> Counter:
+        return self._paths.labels(path, reason)
+
+    def _engine_request(self, role: str, engine: str) -> Counter:
+        return self._engine_requests.labels(role, engine)
+
+    def engine_state(self, role: str, engine: str, *, is_up: bool, num_active: int) -> None:
+        """Set what is known of an engine; called when the series are read."""
+        self._engine_up.labels(role, engine).set(is_up)
+        self._engine_active.labels(role, engine).set(num_active)
+
+    def engine_error(self, role: str, engine: str, kind: str) -> None:
+        """Count a failure of an engine."""
+        self._engine_errors.labels(role, engine, kind).inc()
+
+    def disconnected(self, stage: str) -> None:
+        """Count a client that left."""
+        self._disconnects.labels(stage).inc()
+
+    def text(self) -> bytes:
+        """All series in the Prometheus text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,145 @@
+"""Reads the top-level keys of a JSON request body without decoding it, and replaces some of them in place.
+
+The client's bytes are kept: float text, big integers, key order, unknown keys, duplicates and white space reach the
+engine as they were sent, except for the keys that are replaced. A body is scanned once; splicing makes no copy of it.
+
+Does not know what any key means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from antiphon.core.errors import ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.json.Decoder(str)
+_KEY = re.compile(rb'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_ENDS_VALUE = frozenset(b" \t\r\n,}")
+
+
+@dataclass(slots=True)
+class Body:
+    """A JSON object as it was received.
+
+    ``spans`` holds, in order of appearance, (key, start, end) of each top-level value; a key that appears twice has two
+    spans. ``values`` holds the raw bytes of the value that counts: the last one, as JSON parsers take it.
+    """
+
+    raw: bytes | bytearray
+    values: dict[str, msgspec.Raw]
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    close: int = 0
+    """Index of the closing brace."""
+
+    def get(self, key: str) -> bytes | None:
+        """The raw bytes of a top-level value, or None where the key is absent."""
+        value = self.values.get(key)
+        return None if value is None else bytes(value)
+
+    def splice(self, replace: Mapping[str, bytes]) -> list[Buffer]:
+        """The body with the values of ``replace`` (raw JSON by key), as buffers whose concatenation is the new body.
+
+        A key that is present is replaced where it stands, at each place where it stands; a key that is absent is added
+        at the end.
+        """
+        view = memoryview(self.raw)
+        pieces: list[Buffer] = []
+        position = 0
+        missing = dict(replace)
+        for key, start, end in self.spans:
+            if key in replace:
+                missing.pop(key, None)
+                pieces.append(view[position:start])
+                pieces.append(replace[key])
+                position = end
+        if missing:
+            pieces.append(view[position : self.close])
+            added = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in missing.items())
+            pieces.append((b"," if self.spans else b"") + added + b"}")
+        else:
+            pieces.append(view[position : self.close + 1])
+        return pieces
+
+
+def scan(raw: bytes | bytearray) -> Body:
+    """Find the top-level keys of the JSON object ``raw``.
+
+    The values are found by the sizes that the decoder saw, which is quick; where that does not add up (a key appears
+    twice), by reading every value.
+
+    Raises:
+        ProtocolError: it is not JSON, or not an object.
+    """
+    try:
+        values = _top_level.decode(raw)
+    except msgspec.ValidationError:
+        raise ProtocolError("the request body must be a JSON object") from None
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the request body is not valid JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise ProtocolError("the request body is not valid UTF-8") from None
+    except RecursionError:
+        raise ProtocolError("the request body is nested too deeply") from None
+    body = Body(raw, values)
+    if not _walk(body, _jump):
+        body.spans.clear()
+        walked = _walk(body, _skip)
+        assert walked, "a valid JSON object can be walked"
+    return body
+
+
+def _walk(body: Body, end_of_value: Callable[[Body, str, int], int]) -> bool:
+    """Fill in ``spans`` and ``close``; False if ``end_of_value`` led astray, as it may where a key appears twice."""
+    raw = body.raw
+    seen: set[str] = set()
+    position = raw.index(b"{") + 1
+    match = _KEY.match(raw, position)
+    while match is not None:
+        name: bytes = match.group(1)
+        key: str = _text.decode(name) if b"\\" in name else name[1:-1].decode()
+        start = match.end()
+        if key not in body.values:
+            return False
+        position = end_of_value(body, key, start)
+        if position >= len(raw) or raw[position] not in _ENDS_VALUE:
+            return False
+        seen.add(key)
+        body.spans.append((key, start, position))
+        match = _KEY.match(raw, position)
+    rest = raw[position:].strip()
+    body.close = raw.rindex(b"}")
+    return rest == b"}" and len(seen) == len(body.values)
+
+
+def _jump(body: Body, key: str, start: int) -> int:
+    """The end of a value by its known size: right for a key that appears once."""
+    return start + len(memoryview(body.values[key]))
+
+
+def _skip(body: Body, key: str, start: int) -> int:
+    """The end of a value by reading it."""
+    return _skip_value(body.raw, start)
+
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]|[^\s,\[\]{}":]+', re.DOTALL)
+
+
+def _skip_value(raw: bytes | bytearray, start: int) -> int:
+    """The end of the JSON value that starts at ``start``; ``raw`` is known to be valid JSON."""
+    depth = 0
+    for match in _TOKEN.finditer(raw, start):
+        token = match.group()
+        if token in (b"[", b"{"):
+            depth += 1
+        elif token in (b"]", b"}"):
+            depth -= 1
+        if depth == 0:
+            return match.end()
+    raise AssertionError("a valid JSON value has an end")

@@ -1,0 +1,172 @@
+"""What the router answers itself: health, readiness, models, metrics, receipts, status.
+
+Health and models are for everybody. Receipts, metrics and status name engines, so they are for clients on this machine,
+or for who shows the admin key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+from antiphon.config.router_spec import RouterSpec
+from antiphon.core.errors import ConfigError, ConnectFailed, RequestRefused, UpstreamError
+from antiphon.observe.receipt import ReceiptRing
+from antiphon.observe.router_metrics import CONTENT_TYPE, RouterMetrics
+from antiphon.protocol import json
+from antiphon.protocol.openai import JSON
+from antiphon.router.engines import Engines
+from antiphon.router.headers import forwarded_headers
+from antiphon.router.refusals import unavailable
+from antiphon.routing.registry import EndpointRegistry
+from antiphon.transport.http.client import request_head
+from antiphon.transport.http.message import HttpRequest
+from antiphon.transport.http.server import Responder
+
+_FORWARDED_FOR = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip"))
+
+
+def read_admin_key(path: str | None) -> bytes | None:
+    """The admin key: the file's text without surrounding white space.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        key = Path(path).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", field="router.admin_key_file", remedy="make it readable"
+        ) from error
+    if not key:
+        raise ConfigError(f"{path} is empty", field="router.admin_key_file", remedy="write a key into it")
+    return key
+
+
+class Admin:
+    """The routes that the router answers itself."""
+
+    def __init__(
+        self,
+        spec: RouterSpec,
+        registry: EndpointRegistry,
+        engines: Engines,
+        metrics: RouterMetrics,
+        receipts: ReceiptRing,
+    ) -> None:
+        self._spec = spec
+        self._registry = registry
+        self._engines = engines
+        self._metrics = metrics
+        self._receipts = receipts
+        self._key = read_admin_key(spec.admin_key_file)
+        self.is_draining = False
+
+    def health(self, responder: Responder) -> None:
+        """The router itself is alive."""
+        _send_json(responder, 200, {"status": "ok"})
+
+    def readiness(self, responder: Responder) -> None:
+        """200 while each configured pool has a usable engine and the router is not stopping, else 503."""
+        pools: dict[str, dict[str, int]] = {
+            role: {"usable": self._registry.num_usable(role), "total": len(pool)}
+            for role, pool in self._registry.pools.items()
+        }
+        reason = None
+        if self.is_draining:
+            reason = "the router is stopping"
+        elif not pools["decode"]["usable"]:
+            reason = "no decode engine is available"
+        elif pools["prefill"]["total"] and not pools["prefill"]["usable"]:
+            reason = "no prefill engine is available"
+        answer: dict[str, object] = {"status": "ready" if reason is None else "not_ready", **pools}
+        if reason is not None:
+            answer["reason"] = reason
+        _send_json(responder, 200 if reason is None else 503, answer)
+
+    async def models(self, request: HttpRequest, responder: Responder) -> None:
+        """``/v1/models`` of the first engine that answers, decode engines first."""
+        for endpoint in [*self._registry.pools["decode"], *self._registry.pools["prefill"]]:
+            if not endpoint.is_usable:
+                continue
+            pool = self._engines.pool(endpoint)
+            head = request_head("GET", request.target, pool.authority, forwarded_headers(request), length=None)
+            try:
+                response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
+            except ConnectFailed:
+                self._registry.connection_refused(endpoint)
+                continue
+            except UpstreamError:
+                continue
+            if response.status < 500:
+                content_type = response.header(b"content-type") or JSON
+                responder.send(response.status, [(b"content-type", content_type)], response.body)
+                return
+        raise unavailable("decode")
+
+    def metrics(self, responder: Responder, gauges: dict[str, int]) -> None:
+        """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
+        self._metrics.active.set(gauges["active"])
+        self._metrics.connections.set(gauges["connections"])
+        for endpoint in self._registry.all():
+            self._metrics.engine_state(
+                endpoint.role, endpoint.address, is_up=endpoint.is_usable, num_active=endpoint.num_active
+            )
+        responder.send(200, [(b"content-type", CONTENT_TYPE)], self._metrics.text())
+
+    def receipt(self, request: HttpRequest, responder: Responder) -> None:
+        """``GET /receipts/ID``, or ``GET /receipts`` for the latest hundred."""
+        receipt_id = request.path.removeprefix("/receipts").strip("/")
+        if not receipt_id:
+            _send_json(responder, 200, {"receipts": [receipt.as_dict() for receipt in self._receipts.latest(100)]})
+            return
+        receipt = self._receipts.get(receipt_id)
+        if receipt is None:
+            raise RequestRefused(
+                "no such receipt: the id is wrong, or too many requests have passed since",
+                status=404,
+                code="receipt_not_found",
+            )
+        _send_json(responder, 200, receipt.as_dict())
+
+    def status(self, responder: Responder, gauges: dict[str, int]) -> None:
+        """What the router knows of its engines."""
+        engines = [
+            {
+                "role": endpoint.role,
+                "url": endpoint.url,
+                "state": endpoint.state.value,
+                "active_requests": endpoint.num_active,
+                "connections": self._engines.pool(endpoint).statistics(),
+            }
+            for endpoint in self._registry.all()
+        ]
+        _send_json(responder, 200, {"engines": engines, "receipts": len(self._receipts), **gauges})
+
+    def check_access(self, request: HttpRequest, responder: Responder) -> None:
+        """Refuse who may not see engines.
+
+        Raises:
+            RequestRefused: 401 with a wrong or missing key, 403 from elsewhere while no key is configured.
+        """
+        if self._key is None:
+            is_forwarded = any(name in _FORWARDED_FOR for name, _ in request.headers)
+            if responder.peer_is_loopback and not is_forwarded:
+                return
+            raise RequestRefused(
+                "this route answers on the router's own machine only",
+                status=403,
+                kind="permission_error",
+                code="admin_only_on_loopback",
+            )
+        shown = request.header(b"authorization") or b""
+        scheme, _, key = shown.partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+            return
+        raise RequestRefused("the admin key is missing or wrong", status=401, kind="authentication_error", code="admin")
+
+
+def _send_json(responder: Responder, status: int, value: dict[str, object]) -> None:
+    responder.send(status, [(b"content-type", JSON)], json.encode(value))

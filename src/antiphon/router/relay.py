@@ -1,0 +1,212 @@
+"""Passes a decode engine's answer on to the client, byte for byte.
+
+A stream goes through event by event, each costing one call; the head is held back until the first event, so that an
+engine that fails before it can still be answered with a truthful status. Only whole events are passed on, so that what
+follows a lost engine is an error event that the client can read, then ``[DONE]``. An answer that is not a stream is
+passed on when it is complete.
+
+Invariant: the relay ends once, with the engine's answer complete, an error, or the client gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from antiphon.config.router_spec import RouterSpec
+from antiphon.core.errors import UpstreamError, UpstreamLost, UpstreamTimeout
+from antiphon.observe.receipt import Receipt
+from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM, error_events
+from antiphon.router.headers import answer_headers, returned_headers
+from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
+from antiphon.transport.http.server import Responder
+
+_EVENT_MAX_BYTES = 8_388_608
+"""An event larger than this is passed on in pieces."""
+
+_END_OF_EVENT = b"\n\n"
+
+
+class Relay:
+    """One answer on its way. A :class:`~antiphon.transport.http.client.ResponseSink`.
+
+    Args:
+        has_handle: whether the decode request carries a prefill's KV, which must be pulled even if the client leaves.
+    """
+
+    def __init__(
+        self,
+        responder: Responder,
+        connection: HttpClientConnection,
+        spec: RouterSpec,
+        receipt: Receipt,
+        *,
+        has_handle: bool,
+    ) -> None:
+        self._responder = responder
+        self._connection = connection
+        self._spec = spec
+        self._receipt = receipt
+        self._has_handle = has_handle
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._whole: list[bytes] = []
+        self._whole_bytes = 0
+        self._tail = b""
+        self._last = b""
+        self._began_s = self._last_byte_s = self._loop.time()
+        self._is_paused = False
+        self.status = 0
+        self.is_stream = False
+        self.first_byte_s: float | None = None
+        self.num_pieces = 0
+        self.client_left = False
+        self.error: UpstreamError | None = None
+
+    async def run(self, buffers: list[bytes | bytearray | memoryview]) -> None:
+        """Send the request and relay the answer; returns when the relay has ended, never raises an engine's failure."""
+        responder = self._responder
+        responder.on_stall, responder.on_resume = self._pause, self._resume
+        self._arm(min(self._spec.first_token_timeout_s, self._spec.idle_timeout_s))
+        self._connection.start(buffers, self)
+        try:
+            await self._over
+        finally:
+            responder.on_stall = responder.on_resume = None
+            if self._timer is not None:
+                self._timer.cancel()
+            if not self._over.done() or self._over.cancelled():
+                self._connection.abort()
+
+    def leave(self) -> None:
+        """The client has left: stop, but not before the engine is sure to have admitted a request with a handle."""
+        self.client_left = True
+        held_until = self._began_s + self._spec.abort_grace_s
+        if self._has_handle and self.first_byte_s is None and self._loop.time() < held_until:
+            self._arm(held_until - self._loop.time())
+        else:
+            self._stop()
+
+    # -- ResponseSink -----------------------------------------------------------------------------------------------
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self._headers = headers
+        for name, value in headers:
+            if name == b"content-type":
+                self.is_stream = status == 200 and value.startswith(EVENT_STREAM)
+
+    def on_body(self, data: bytes) -> None:
+        self._last_byte_s = self._loop.time()
+        if self.first_byte_s is None:
+            self.first_byte_s = self._last_byte_s
+            if self.client_left:
+                self._stop()
+                return
+            if self.is_stream:
+                self._start_stream()
+        if not self.is_stream:
+            self._keep(data)
+            return
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        if not data.endswith(_END_OF_EVENT):
+            cut = data.rfind(_END_OF_EVENT) + 2
+            if cut < 2 and len(data) > _EVENT_MAX_BYTES:
+                cut = len(data)
+            elif cut < 2:
+                self._tail = data
+                return
+            else:
+                self._tail = data[cut:]
+                data = data[:cut]
+        self._responder.write(data)
+        self._last = data
+        self.num_pieces += 1
+
+    def on_end(self) -> None:
+        if self.client_left:
+            self._end(None)
+        elif not self.is_stream:
+            fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
+            self.num_pieces = 1
+            self._responder.send(self.status, fields, b"".join(self._whole))
+            self._end(None)
+        elif not self._responder.started or self._tail or not self._last.endswith(DONE_EVENT):
+            self.on_lost(UpstreamLost("the engine ended its stream without [DONE]"))
+        else:
+            self._responder.end()
+            self._end(None)
+
+    def on_lost(self, error: UpstreamError) -> None:
+        if self._responder.started and not self.client_left:
+            status = 504 if isinstance(error, UpstreamTimeout) else 502
+            words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
+            if self.is_stream:
+                self._responder.write(error_events(f"{words} before the answer was complete", status=status))
+                self._responder.end()
+            else:
+                self._responder.abort()
+        self._end(error)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _start_stream(self) -> None:
+        fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
+        self._responder.start_stream(self.status, fields)
+
+    def _keep(self, data: bytes) -> None:
+        """Keep a piece of an answer that is not a stream; one too large to keep is passed on as it comes."""
+        if self._responder.started:
+            self._responder.write(data)
+            return
+        self._whole.append(data)
+        self._whole_bytes += len(data)
+        if self._whole_bytes > BODY_MAX_BYTES:
+            self._start_stream()
+            self._responder.write(b"".join(self._whole))
+            self._whole.clear()
+
+    def _arm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay_s, self._check)
+
+    def _check(self) -> None:
+        """A deadline may have passed: the grace after the client left, the first byte, or the gap between two bytes."""
+        now = self._loop.time()
+        if self.client_left:
+            self._stop()
+            return
+        if self._is_paused:
+            due = now + self._spec.idle_timeout_s
+        elif self.first_byte_s is None:
+            due = self._began_s + self._spec.first_token_timeout_s
+        else:
+            due = self._last_byte_s + self._spec.idle_timeout_s
+        if now < due:
+            self._arm(due - now)
+            return
+        self._connection.abort()
+        stage = "first token" if self.first_byte_s is None else "next token"
+        self.on_lost(UpstreamTimeout(f"no {stage} from the decode engine within its deadline"))
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        self._connection.pause()
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        self._last_byte_s = self._loop.time()
+        self._connection.resume()
+
+    def _stop(self) -> None:
+        self._connection.abort()
+        self._end(None)
+
+    def _end(self, error: UpstreamError | None) -> None:
+        if not self._over.done():
+            self.error = error
+            self._over.set_result(None)

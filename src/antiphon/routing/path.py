@@ -1,0 +1,90 @@
+"""Which way a request takes: ``pd`` (prefill on one engine, decode on another) or ``local`` (a decode engine alone).
+
+A prefill's KV is handed over once, to one reader: NIXL frees the blocks as soon as one decode request has pulled them,
+and a second pull reads other people's KV with no error. So whatever has more than one sequence, or needs logits of the
+prompt on the engine that answers, is served by a decode engine alone, and the reason is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Path = Literal["pd", "local"]
+
+
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """A path and why it was chosen; reasons are few and fixed, since they label a metric."""
+
+    path: Path
+    reason: str
+
+
+PD = PathChoice("pd", "default")
+
+REASONS = (
+    "default",
+    "disabled",
+    "no_prefill_pool",
+    "single_stage",
+    "prompt_list",
+    "prompt_embeds",
+    "n",
+    "best_of",
+    "beam_search",
+    "echo",
+    "prompt_logprobs",
+)
+
+
+def _more_than_one(value: bytes) -> bool:
+    # Anything but a plain 1 goes to the engine that will judge it.
+    return value not in (b"1", b"null")
+
+
+def _is_set(value: bytes) -> bool:
+    return value not in (b"null", b"false")
+
+
+def _is_list_of_prompts(value: bytes) -> bool:
+    """A list of strings or of token lists; a flat list of token ids is one prompt."""
+    if not value.startswith(b"["):
+        return False
+    inner = value[1:].lstrip()
+    return inner.startswith((b'"', b"[", b"]"))
+
+
+_RULES: tuple[tuple[str, str, Callable[[bytes], bool]], ...] = (
+    ("prompt", "prompt_list", _is_list_of_prompts),
+    ("prompt_embeds", "prompt_embeds", _is_set),
+    ("n", "n", _more_than_one),
+    ("best_of", "best_of", _more_than_one),
+    ("use_beam_search", "beam_search", _is_set),
+    ("echo", "echo", _is_set),
+    ("prompt_logprobs", "prompt_logprobs", _is_set),
+)
+_LOCAL = {reason: PathChoice("local", reason) for reason in REASONS}
+
+
+def choose_path(value_of: Callable[[str], bytes | None], *, is_enabled: bool, has_prefill_pool: bool) -> PathChoice:
+    """The path of a completion or chat request.
+
+    Args:
+        value_of: the raw JSON of a top-level key of the body, or None where it is absent.
+        is_enabled: whether P/D is on at all.
+        has_prefill_pool: whether any prefill engine is configured.
+    """
+    for key, reason, applies in _RULES:
+        value = value_of(key)
+        if value is not None and applies(value):
+            return _LOCAL[reason]
+    if not is_enabled:
+        return _LOCAL["disabled"]
+    if not has_prefill_pool:
+        return _LOCAL["no_prefill_pool"]
+    return PD
+
+
+SINGLE_STAGE = _LOCAL["single_stage"]

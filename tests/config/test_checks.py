@@ -1,0 +1,142 @@
+"""Checks as functions of a spec and stated facts: what the golden files do not show.
+
+In scope: whose facts count (local processes only), limits at their edge, and that a clean report means no clash.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.config.checks import run_checks
+from antiphon.config.facts import InterpreterFacts, ModelFacts
+from tests.config.facts_for_tests import GPU_HOST, LAPTOP, compiled_from, facts_of
+
+CPU = {"engine.device": "cpu", "engine.kv_memory_bytes": 10**9}
+
+
+def fields(sets: dict[str, Any], *, machine: Any = LAPTOP, is_running: bool = False, **facts: Any) -> list[str]:
+    compiled = compiled_from(sets, machine)
+    report = run_checks(compiled, facts_of(compiled, **facts), is_running=is_running)
+    return [problem.field for problem in report.problems]
+
+
+def test_the_default_spec_works_on_a_quiet_host() -> None:
+    assert fields({}) == []
+
+
+def test_memory_counts_weights_in_the_type_they_are_loaded_as() -> None:
+    # Two engines: 1 GB of KV, 1 GB of processes, and 270 MB of 16-bit weights each, which double as float32.
+    for dtype, needed in (("auto", 4_540_000_000), ("bfloat16", 4_540_000_000), ("float32", 5_080_000_000)):
+        sets = CPU | {"model.dtype": dtype}
+        assert fields(sets, mem_available_bytes=needed) == []
+        assert fields(sets, mem_available_bytes=needed - 1) == ["engine.kv_memory_bytes"]
+
+
+def test_what_is_free_is_not_asked_of_a_running_deployment() -> None:
+    taken = {"mem_available_bytes": 0, "shm_free_bytes": 0, "ports_in_use": frozenset({8001, 30000})}
+    assert fields(CPU, **taken) == ["engine.kv_memory_bytes", "/dev/shm", "prefill.port", "router.port"]
+    assert fields(CPU, is_running=True, **taken) == []
+
+
+def test_only_local_processes_use_this_host() -> None:
+    sets = CPU | {"prefill.hosts": ["192.0.2.1"], "decode.hosts": ["192.0.2.2"]}
+    empty = {"interpreters": {}, "model": ModelFacts(), "mem_available_bytes": 0, "shm_free_bytes": 0}
+    assert fields(sets, ports_in_use=frozenset({8001, 8101}), **empty) == []
+
+
+def test_the_same_port_on_two_hosts_is_no_clash() -> None:
+    sets = CPU | {"prefill.hosts": ["192.0.2.1"], "decode.hosts": ["192.0.2.2"], "decode.port": 8001}
+    assert fields(sets | {"decode.side_channel_port": 5600}) == []
+
+
+def test_two_names_of_this_machine_are_one_host() -> None:
+    sets = CPU | {"prefill.hosts": ["192.0.2.1"], "decode.port": 8001}
+    assert fields(sets, local_hosts=frozenset({"127.0.0.1", "192.0.2.1"})) == ["decode.port"]
+
+
+def test_versions_are_compared_between_interpreters_of_both_pools() -> None:
+    compiled = compiled_from(CPU | {"decode.env": {"PYTHONPATH": "/opt/site"}})
+    ours, theirs = InterpreterFacts("0.32.0", "1.5.1"), InterpreterFacts("0.26.0", "1.5.1")
+    keys = list(facts_of(compiled).interpreters)
+    assert len(keys) == 2, "the same interpreter with another PYTHONPATH is another interpreter"
+    report = run_checks(compiled, facts_of(compiled, interpreters=dict(zip(keys, (ours, theirs), strict=True))))
+    assert [problem.field for problem in report.problems] == ["decode.python"]
+
+
+def test_simulated_engines_need_no_interpreter_model_or_memory() -> None:
+    empty = {"interpreters": {}, "model": ModelFacts(), "mem_available_bytes": 0, "shm_free_bytes": 0}
+    assert fields({"engine.kind": "simulated"}, **empty) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "found"),
+    [
+        ({"prefill.devices": [0], "decode.devices": [1]}, []),
+        ({}, ["decode.devices"]),
+        ({"engine.gpu_memory_utilization": 0.5}, []),
+        ({"engine.kv_memory_bytes": "1GB"}, []),
+        ({"engine.env": {"CUDA_VISIBLE_DEVICES": "1"}}, ["decode.devices"]),
+        ({"prefill.env": {"CUDA_VISIBLE_DEVICES": "1"}}, []),
+        ({"prefill.tensor_parallel_size": 4, "prefill.devices": [0, 1]}, ["prefill.devices", "decode.devices"]),
+        ({"decode.tensor_parallel_size": 3}, ["decode.tensor_parallel_size", "decode.devices"]),
+        ({"prefill.tensor_parallel_size": 2, "decode.tensor_parallel_size": 3}, None),
+    ],
+)
+def test_gpus(sets: dict[str, Any], found: list[str] | None) -> None:
+    problems = fields(sets, machine=GPU_HOST)
+    if found is None:
+        assert "decode.tensor_parallel_size" in problems
+    else:
+        assert problems == found
+
+
+def test_cuda_on_a_host_without_a_gpu() -> None:
+    assert fields({"engine.device": "cuda", "engine.kv_memory_bytes": "1GB"}, num_cuda_devices=0) == ["engine.device"]
+    sets = {"prefill.device": "cuda", "decode.device": "cpu", "prefill.kv_memory_bytes": "1GB"}
+    assert fields(sets, num_cuda_devices=0) == ["decode.device", "prefill.device"]
+
+
+def test_a_simulated_and_a_real_pool_do_not_mix() -> None:
+    assert fields({"decode.kind": "simulated"}) == ["decode.kind"]
+
+
+def test_a_key_or_a_word_publishes_the_router() -> None:
+    public = {"engine.kind": "simulated", "router.host": "0.0.0.0"}
+    assert fields(public) == ["router.host"]
+    assert fields(public | {"router.public_without_key": True}) == []
+    assert fields(public | {"router.admin_key_file": "/etc/key"}) == []
+
+
+def test_a_deployment_names_the_port_of_its_router() -> None:
+    assert fields({"router.port": 0}) == ["router.port"]
+
+
+def test_a_wildcard_is_no_host() -> None:
+    assert "prefill.hosts" in fields(CPU | {"prefill.hosts": ["0.0.0.0"]})
+
+
+ports = st.integers(min_value=1, max_value=65535) | st.integers(min_value=8000, max_value=8003)
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "prefill.port": ports,
+            "prefill.side_channel_port": ports,
+            "decode.port": ports,
+            "decode.side_channel_port": ports,
+            "router.port": ports,
+            "prefill.replicas": st.integers(1, 3),
+            "decode.replicas": st.integers(1, 3),
+        }
+    )
+)
+def test_no_problem_means_no_clash_and_a_clash_is_a_problem(sets: dict[str, int]) -> None:
+    compiled = compiled_from({"engine.kind": "simulated", **sets})
+    taken = [port for plan in compiled.plans for port in plan.ports.values()]
+    has_clash = len(taken) != len(set(taken)) or max(taken) > 65535
+    assert bool(run_checks(compiled, facts_of(compiled)).problems) == has_clash

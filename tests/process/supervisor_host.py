@@ -1,0 +1,51 @@
+"""Runs a supervisor as ``antiphon up`` does, on the plans of a JSON document (first argument). Run by path.
+
+Exit code 0 after a requested stop, 1 when something did not start. Dies with the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import signal
+import sys
+
+from antiphon.config.plan import ProcessPlan
+from antiphon.config.supervisor_spec import SupervisorSpec
+from antiphon.core.errors import StartError
+from antiphon.supervisor.console import Console
+from antiphon.supervisor.supervisor import StartCancelled, Supervisor
+
+
+async def serve(supervisor: Supervisor, console: Console) -> int:
+    undo = supervisor.handle_signals()
+    try:
+        await supervisor.start()
+        console.plain("ALL READY")
+        await supervisor.run_until_stopped()
+    except StartCancelled:
+        return 0
+    except StartError as error:
+        console.plain(str(error))
+        return 1
+    finally:
+        undo()
+    return 0
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    document = json.loads(sys.argv[1])
+    plans = [ProcessPlan(**{**plan, "argv": tuple(plan["argv"])}) for plan in document["plans"]]
+    console = Console()
+    try:
+        return asyncio.run(
+            serve(Supervisor(plans, SupervisorSpec(**document["spec"]), document["name"], console), console)
+        )
+    finally:
+        console.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
