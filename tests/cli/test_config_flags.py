@@ -75,9 +75,9 @@ def test_what_the_compiler_writes_is_read_back_as_the_same_spec() -> None:
 
 
 def test_every_wrong_option_is_named() -> None:
-    result, spec = router("--port", "0", "--prefill", "nonsense", "--idle-timeout-s", "-1")
+    result, spec = router("--port", "-1", "--prefill", "nonsense", "--idle-timeout-s", "-1")
     assert (result.exit_code, spec) == (2, None)
-    for words in ("--port: 0 is out of range", "--prefill[0]: 'nonsense' is not the URL", "--idle-timeout-s: -1.0"):
+    for words in ("--port: -1 is out of range", "--prefill[0]: 'nonsense' is not the URL", "--idle-timeout-s: -1.0"):
         assert words in result.output
 
 

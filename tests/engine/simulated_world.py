@@ -21,7 +21,9 @@ from antiphon.engine.simulated.sequence import (
 MS = 1_000_000
 
 
-def options(*, max_num_seqs: int = 256, load_failure: Any = "fail", model_name: str = "m", **spec: Any) -> EngineOptions:
+def options(
+    *, max_num_seqs: int = 256, load_failure: Any = "fail", model_name: str = "m", **spec: Any
+) -> EngineOptions:
     """Options of an engine with small blocks; ``spec`` are fields of SimulatedSpec."""
     defaults: dict[str, Any] = {"block_size_tokens": 4, "kv_blocks": 64}
     return EngineOptions(SimulatedSpec(**(defaults | spec)), model_name, max_num_seqs, load_failure)

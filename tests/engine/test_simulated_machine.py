@@ -1,4 +1,4 @@
-"""The pure simulated engine: its latency model to the nanosecond, its hand-over, and its accounting under any events."""
+"""The pure simulated engine: its latency model to the nanosecond, its hand-over, its accounting under any events."""
 
 from __future__ import annotations
 

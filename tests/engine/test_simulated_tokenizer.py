@@ -44,7 +44,10 @@ def test_number_of_tokens(num_bytes: int, bytes_per_token: float) -> None:
     # "xy" holds no word of the simulated model, so that every byte is grouped.
     text = ("xy" * num_bytes)[:num_bytes]
     count = len(SimulatedTokenizer(bytes_per_token).encode(text))
-    assert count == math.ceil(num_bytes / bytes_per_token) or abs(count - num_bytes / bytes_per_token) < 1 / bytes_per_token
+    assert (
+        count == math.ceil(num_bytes / bytes_per_token)
+        or abs(count - num_bytes / bytes_per_token) < 1 / bytes_per_token
+    )
 
 
 @given(texts, texts, sizes)

@@ -252,6 +252,23 @@ def test_signal_stops_cleanly_with_exit_code_0(make_host: MakeHost, number: sign
     assert text.startswith(f"{host.name}: stopped\n")
 
 
+def test_ignored_hangup_stays_ignored(make_host: MakeHost) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    try:
+        host = make_host(("prefill-0", []))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    host.read_until("ALL READY")
+    host.process.send_signal(signal.SIGHUP)
+    assert host.status()[0] == 0
+    # The child has the default again.
+    ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{host.pid_of('prefill-0')}/status").read_text())
+    assert ignored is not None
+    assert not int(ignored[1], 16) & 1 << (signal.SIGHUP - 1)
+    host.process.send_signal(signal.SIGTERM)
+    assert "everything is stopped" in host.read_to_end()
+
+
 def test_second_ctrl_c_kills_at_once(make_host: MakeHost) -> None:
     host = make_host(("prefill-0", ["--ignore-term"]), stop_grace_s=60.0)
     host.read_until("ALL READY")

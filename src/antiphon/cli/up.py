@@ -115,7 +115,10 @@ async def _serve(supervisor: Supervisor, console: Console, selection: Selection,
 
 
 def _refuse(error: AntiphonError, exit_code: int) -> int:
-    click.echo(str(error), err=True)
+    text = str(error)
+    if not isinstance(error, SpecError) and error.remedy is not None:
+        text = f"{error.message}\n  fix: {error.remedy}"
+    click.echo(text, err=True)
     return exit_code
 
 

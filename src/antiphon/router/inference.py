@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from antiphon.config.router_spec import RouterSpec
@@ -73,13 +71,14 @@ class Inference:
         self._metrics = metrics
         self._receipts = receipts
         self._clock = asyncio.get_running_loop().time
+        self._random = random.Random()  # ids need to be unique, not secret
         self.num_active = 0
 
     async def serve(self, request: HttpRequest, responder: Responder, *, may_split: bool) -> None:
         """Answer one POST on an inference route; ``may_split`` is false for routes that one engine serves alone."""
         now = self._clock()
         client_id = request.header(b"x-request-id")
-        receipt = Receipt(secrets.token_hex(16), request.path, time.time())
+        receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
         receipt.client_request_id = None if client_id is None else client_id.decode("latin-1")
         flight = Flight(request, responder, receipt, RequestLife(now), forwarded=forwarded_headers(request))
         self._receipts.add(receipt)
@@ -169,14 +168,18 @@ class Inference:
         flight.receipt.prefill = endpoint.address
         buffers = self._buffers(flight, endpoint, request_id, pieces)
         pool = self._engines.pool(endpoint)
-        with self._in_flight(endpoint):
-            call = pool.call(connection, buffers, timeout_s=self._spec.prefill_timeout_s)
-            flight.prefill_call = call
-            try:
-                response = await call.done
-            finally:
-                flight.prefill_call = None
-                call.abort(ClientLeft())
+        self._enter_engine(endpoint)
+        call = pool.call(connection, buffers, timeout_s=self._spec.prefill_timeout_s)
+        flight.prefill_call = call
+        try:
+            response = await call.done
+        except UpstreamError as error:
+            self._metrics.engine_error("prefill", endpoint.address, kind_of(error))
+            raise
+        finally:
+            self._registry.release(endpoint)
+            flight.prefill_call = None
+            call.abort(ClientLeft())
         seconds = self._clock() - began
         flight.receipt.prefill_ms = seconds * 1000
         self._metrics.prefill_seconds.observe(seconds)
@@ -218,8 +221,11 @@ class Inference:
         has_handle = handing_over_since is not None and receipt.reason != "no_handle"
         relay = Relay(flight.responder, connection, self._spec, receipt, has_handle=has_handle)
         flight.relay = relay
-        with self._in_flight(endpoint):
+        self._enter_engine(endpoint)
+        try:
             await relay.run(buffers)
+        finally:
+            self._registry.release(endpoint)
         first = relay.first_byte_s
         receipt.num_events = relay.num_pieces
         receipt.status = relay.status or None
@@ -257,18 +263,19 @@ class Inference:
         """The client has left after the prefill answered: let a decode engine pull the KV, so that it is freed."""
         buffers = self._decode_buffers(flight, endpoint, pieces)
         pool = self._engines.pool(endpoint)
-        with self._in_flight(endpoint):
-            call = pool.call(connection, buffers, timeout_s=self._spec.handover_timeout_s)
-            try:
-                response = await call.done
-            except UpstreamError as error:
-                self._metrics.engine_error("decode", endpoint.address, kind_of(error))
-                self._metrics.handovers_abandoned.inc()
-            else:
-                is_done = response.status == 200
-                (self._metrics.handovers_after_disconnect if is_done else self._metrics.handovers_abandoned).inc()
-            finally:
-                call.abort(ClientLeft())
+        self._enter_engine(endpoint)
+        call = pool.call(connection, buffers, timeout_s=self._spec.handover_timeout_s)
+        try:
+            response = await call.done
+        except UpstreamError as error:
+            self._metrics.engine_error("decode", endpoint.address, kind_of(error))
+            self._metrics.handovers_abandoned.inc()
+        else:
+            is_done = response.status == 200
+            (self._metrics.handovers_after_disconnect if is_done else self._metrics.handovers_abandoned).inc()
+        finally:
+            self._registry.release(endpoint)
+            call.abort(ClientLeft())
         raise ClientLeft
 
     def _decode_buffers(self, flight: Flight, endpoint: Endpoint, pieces: list[Buffer]) -> list[Buffer]:
@@ -315,18 +322,10 @@ class Inference:
         elif flight.relay is not None:
             flight.relay.leave()
 
-    @contextmanager
-    def _in_flight(self, endpoint: Endpoint) -> Iterator[None]:
-        """Count a request at an engine, and its failure if it fails there."""
+    def _enter_engine(self, endpoint: Endpoint) -> None:
+        """Count a request that goes to an engine; the registry's ``release`` follows when it has ended there."""
         self._registry.acquire(endpoint)
         self._metrics.engine_request(endpoint.role, endpoint.address).inc()
-        try:
-            yield
-        except UpstreamError as error:
-            self._metrics.engine_error(endpoint.role, endpoint.address, kind_of(error))
-            raise
-        finally:
-            self._registry.release(endpoint)
 
     def _buffers(self, flight: Flight, endpoint: Endpoint, request_id: bytes, pieces: list[Buffer]) -> list[Buffer]:
         """A request to an engine: its head, then the pieces of its body."""

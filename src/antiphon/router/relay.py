@@ -47,12 +47,13 @@ class Relay:
         self._spec = spec
         self._receipt = receipt
         self._has_handle = has_handle
-        self._loop = asyncio.get_running_loop()
+        self._loop = connection.loop
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._whole: list[bytes] = []
         self._whole_bytes = 0
+        self._pending: list[bytes] = []
         self._tail = b""
         self._last = b""
         self._began_s = self._last_byte_s = self._loop.time()
@@ -108,23 +109,15 @@ class Relay:
                 self._start_stream()
         if not self.is_stream:
             self._keep(data)
-            return
-        if self._tail:
-            data = self._tail + data
-            self._tail = b""
-        if not data.endswith(_END_OF_EVENT):
-            cut = data.rfind(_END_OF_EVENT) + 2
-            if cut < 2 and len(data) > _EVENT_MAX_BYTES:
-                cut = len(data)
-            elif cut < 2:
-                self._tail = data
-                return
-            else:
-                self._tail = data[cut:]
-                data = data[:cut]
-        self._responder.write(data)
-        self._last = data
-        self.num_pieces += 1
+        else:
+            self.num_pieces += 1
+            self._pending.append(data)
+
+    def on_read_end(self) -> None:
+        if self._pending and not self.client_left:
+            whole = self._whole_events()
+            if whole:
+                self._responder.write(whole)
 
     def on_end(self) -> None:
         if self.client_left:
@@ -134,19 +127,23 @@ class Relay:
             self.num_pieces = 1
             self._responder.send(self.status, fields, b"".join(self._whole))
             self._end(None)
-        elif not self._responder.started or self._tail or not self._last.endswith(DONE_EVENT):
-            self.on_lost(UpstreamLost("the engine ended its stream without [DONE]"))
         else:
-            self._responder.end()
-            self._end(None)
+            rest = self._whole_events()
+            if self._responder.started and not self._tail and self._last.endswith(DONE_EVENT):
+                self._responder.end(rest)
+                self._end(None)
+            else:
+                if rest:
+                    self._responder.write(rest)
+                self.on_lost(UpstreamLost("the engine ended its stream without [DONE]"))
 
     def on_lost(self, error: UpstreamError) -> None:
         if self._responder.started and not self.client_left:
             status = 504 if isinstance(error, UpstreamTimeout) else 502
             words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
             if self.is_stream:
-                self._responder.write(error_events(f"{words} before the answer was complete", status=status))
-                self._responder.end()
+                rest = self._whole_events()
+                self._responder.end(rest + error_events(f"{words} before the answer was complete", status=status))
             else:
                 self._responder.abort()
         self._end(error)
@@ -156,6 +153,23 @@ class Relay:
     def _start_stream(self) -> None:
         fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
         self._responder.start_stream(self.status, fields)
+
+    def _whole_events(self) -> bytes:
+        """Take what has arrived, up to the end of the last whole event; the rest is kept for later."""
+        data = b"".join(self._pending) if len(self._pending) != 1 else self._pending[0]
+        self._pending.clear()
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        if not data.endswith(_END_OF_EVENT):
+            cut = data.rfind(_END_OF_EVENT) + len(_END_OF_EVENT)
+            if cut >= len(_END_OF_EVENT):
+                data, self._tail = data[:cut], data[cut:]
+            elif len(data) <= _EVENT_MAX_BYTES:
+                data, self._tail = b"", data
+        if data:
+            self._last = data
+        return data
 
     def _keep(self, data: bytes) -> None:
         """Keep a piece of an answer that is not a stream; one too large to keep is passed on as it comes."""

@@ -168,9 +168,14 @@ class Supervisor:
         self._stop_requested.set()
 
     def handle_signals(self) -> Callable[[], None]:
-        """Let SIGINT, SIGTERM and SIGHUP request a stop (main thread only); returns what undoes it."""
+        """Let SIGINT, SIGTERM and SIGHUP request a stop (main thread only); returns what undoes it.
+
+        An ignored SIGHUP stays ignored: that is how ``nohup`` asks a program to outlive its terminal.
+        """
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self.request_stop)
 

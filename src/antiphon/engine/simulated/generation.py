@@ -68,14 +68,7 @@ class Generation:
             sequence.owner = self
         if self._responder.is_disconnected:
             self._on_disconnect()
-        fault = self._fault
-        if fault is None or fault.kind not in MID_STREAM_FAULTS | {"reset"}:
-            return
-        if self._stream is None:
-            self._carry_out_fault()
-        elif not fault.after_events:
-            if fault.kind != "reset":
-                self._begin_stream()
+        if self._fault is not None and (self._stream is None or not self._fault.after_events):
             self._carry_out_fault()
 
     def on_token(self, event: Produced) -> None:
@@ -88,8 +81,7 @@ class Generation:
             if not self._responder.started:
                 self._begin_stream()
             sequence = event.sequence
-            position = len(sequence.output) - 1
-            self._write(self._stream.token(self._index(sequence), sequence, position, event.finish_reason))
+            self._write(self._stream.token(self._index(sequence), sequence, event.position, event.finish_reason))
         if self._num_unfinished:
             return
         if self._stream is not None:

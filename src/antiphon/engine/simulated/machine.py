@@ -326,20 +326,19 @@ class SimulatedEngine:
         self._produce(sequence, now_ns)
 
     def _produce(self, sequence: Sequence, now_ns: int) -> None:
-        token = self.kv.next_token(sequence.block_ids, sequence.choice)
         output = sequence.output
-        output.append(token)
+        output.append(self.kv.next_token(sequence.block_ids, sequence.choice))
         if len(output) == 1:
             sequence.first_token_ns = now_ns
             self.counters.num_prompt_tokens += len(sequence.prompt)
         self.counters.num_generated_tokens += 1
         if len(output) < sequence.max_tokens:
-            self._effects.append(Produced(sequence, token, None, now_ns))
+            self._effects.append(Produced(sequence, len(output) - 1, None, now_ns))
             self._set_timer(_DECODE, now_ns + round(self._decode_ns * sequence.slowdown), sequence)
             return
         reason = "stop" if sequence.stops_naturally else "length"
         self._finish(sequence, reason, now_ns)
-        self._effects.append(Produced(sequence, token, reason, now_ns))
+        self._effects.append(Produced(sequence, len(output) - 1, reason, now_ns))
         self._admit(now_ns)
 
     def _finish(self, sequence: Sequence, reason: str, now_ns: int) -> None:

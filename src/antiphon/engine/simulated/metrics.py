@@ -50,13 +50,13 @@ class EngineMetrics:
     def observe_token(self, event: records.Produced) -> None:
         """One token of a sequence."""
         sequence = event.sequence
-        if len(sequence.output) == 1:
+        if event.position == 0:
             self.first_token.observe((event.at_ns - sequence.arrival_ns) / 1e9)
             self.queued.observe((sequence.started_ns - sequence.arrival_ns) / 1e9)
         if event.finish_reason is not None:
             self.whole.observe((event.at_ns - sequence.arrival_ns) / 1e9)
-            if len(sequence.output) > 1:
-                self.per_token.observe((event.at_ns - sequence.first_token_ns) / 1e9 / (len(sequence.output) - 1))
+            if event.position:
+                self.per_token.observe((event.at_ns - sequence.first_token_ns) / 1e9 / event.position)
 
     def observe_release(self, event: records.NotifyRemote) -> None:
         """One notification to a prefill engine; without blocks nothing was pulled before it."""

@@ -88,10 +88,13 @@ class Lease:
 
 
 class Produced(NamedTuple):
-    """A sequence has one more token; with ``finish_reason`` it is the last one."""
+    """A sequence has one more token, ``output[position]``; with ``finish_reason`` it is the last one.
+
+    By the time that this is read, the sequence may have further tokens.
+    """
 
     sequence: Sequence
-    token: int
+    position: int
     finish_reason: str | None
     at_ns: int
 

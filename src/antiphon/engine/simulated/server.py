@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ipaddress
 import secrets
 import signal
 import socket
@@ -107,7 +106,7 @@ class SimulatedServer:
     async def handle(self, request: HttpRequest, responder: Responder) -> None:
         """Serve one request."""
         route = self._routes.get((request.method, request.path))
-        if request.path.startswith("/simulated/") and not _is_loopback(responder.peer_host):
+        if request.path.startswith("/simulated/") and not responder.peer_is_loopback:
             route = None
         if route is None:
             status, phrase = (405, "Method Not Allowed") if request.path in self._paths else (404, "Not Found")
@@ -212,6 +211,7 @@ class SimulatedServer:
             responder.send(status, headers, responses.error_body(message, kind=kind, status=status))
         elif fault.kind == "garbage":
             responder.start_stream(200, [(b"\x00not a\x01header", b"\x7f")])
+            responder.write(b"\x00")
             responder.abort()
         elif fault.kind == "hang":
             await self._until_disconnect(responder)
@@ -349,7 +349,3 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from error
     sock.setblocking(False)
     return sock
-
-
-def _is_loopback(host: str | None) -> bool:
-    return host is None or ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback

@@ -24,6 +24,9 @@ request written into a closing connection is lost without anybody knowing whethe
 
 _HEAD_MAX_BYTES = 131_072
 
+_JOIN_MAX_BYTES = 65_536
+"""A request up to this size is written as one piece, which costs less than several."""
+
 BODY_MAX_BYTES = 16_777_216
 """The largest whole answer that is taken from an engine: 16 MiB."""
 
@@ -37,6 +40,9 @@ class ResponseSink(Protocol):
     def on_body(self, data: bytes) -> None:
         """A piece of the body, not empty."""
 
+    def on_read_end(self) -> None:
+        """Every piece that has arrived so far was delivered: the time to pass them on together."""
+
     def on_end(self) -> None:
         """The response is complete."""
 
@@ -48,18 +54,18 @@ class HttpClientConnection(asyncio.Protocol):
     """One connection to an engine."""
 
     def __init__(self, pool: HttpPool) -> None:
+        self.loop = pool.loop
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
+        self._parser = httptools.HttpResponseParser(self)
         self._sink: ResponseSink | None = None
         self._fields: list[tuple[bytes, bytes]] = []
         self._raw_head_bytes = 0
         self._has_head = False
+        self._is_complete = False
         self._ends_at_close = False
         self._keeps_alive = False
         self.idle_since = 0.0
-        self.bytes_received = 0
-        self.num_exchanges = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods of asyncio.Transport and are not instances of it.
@@ -72,29 +78,36 @@ class HttpClientConnection(asyncio.Protocol):
         """Write a request (head and body) and deliver its response to ``sink``."""
         assert self._sink is None and self._transport is not None
         self._sink = sink
-        self._parser = httptools.HttpResponseParser(self)
         self._has_head = False
+        self._is_complete = False
         self._ends_at_close = False
         self._raw_head_bytes = 0
-        self.bytes_received = 0
-        self.num_exchanges += 1
-        self._transport.writelines(buffers)
+        if sum(map(len, buffers)) <= _JOIN_MAX_BYTES:
+            self._transport.write(b"".join(buffers))
+        else:
+            self._transport.writelines(buffers)
 
     def data_received(self, data: bytes) -> None:
-        parser = self._parser
-        if parser is None or self._sink is None:
+        if self._sink is None:
             self.abort()  # bytes that nobody asked for
             return
-        self.bytes_received += len(data)
         if not self._has_head:
             self._raw_head_bytes += len(data)
         try:
-            parser.feed_data(data)
+            self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             raise error.__context__ or error from error
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._lose(UpstreamGarbage("the engine's answer is not valid HTTP"))
+            if self._is_complete:
+                self._keeps_alive = False
+                self._end()
+            else:
+                self._lose(UpstreamGarbage("the engine's answer is not valid HTTP"))
         else:
+            if self._is_complete:
+                self._end()
+            elif self._sink is not None:
+                self._sink.on_read_end()
             if not self._has_head and self._raw_head_bytes > _HEAD_MAX_BYTES:
                 self._lose(UpstreamGarbage("the header of the engine's answer is too large"))
 
@@ -112,29 +125,33 @@ class HttpClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._fields = []
+        if self._is_complete:
+            # A second answer to one request: the connection is out of step, and whatever it says next is not trusted.
+            self._keeps_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser, sink = self._parser, self._sink
-        if parser is None or sink is None:
+        if sink is None or self._is_complete:
             return
         status = parser.get_status_code()
-        if status == 100:
-            return
+        if 100 <= status < 200:
+            return  # an interim answer, such as 103: the real one follows
         self._has_head = True
         self._keeps_alive = parser.should_keep_alive()
         self._ends_at_close = not any(name in (b"content-length", b"transfer-encoding") for name, _ in self._fields)
         sink.on_head(status, self._fields)
 
     def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
+        if self._sink is not None and not self._is_complete:
             self._sink.on_body(data)
 
     def on_message_complete(self) -> None:
-        if self._has_head and self._sink is not None:
-            self._end()
+        # The sink hears of the end when the parser has returned: it may start the next exchange at once.
+        if self._has_head:
+            self._is_complete = True
 
     def pause(self) -> None:
         """Stop reading: the client behind this response reads too slowly."""
@@ -160,7 +177,8 @@ class HttpClientConnection(asyncio.Protocol):
 
     def _end(self) -> None:
         sink, self._sink = self._sink, None
-        assert sink is not None
+        if sink is None:
+            return  # it aborted in the middle of the last piece
         if self._keeps_alive and not self._ends_at_close and self.is_open:
             self._pool.give_back(self)
         else:
@@ -185,7 +203,7 @@ class HttpCall:
     """
 
     def __init__(self, connection: HttpClientConnection, timeout_s: float, body_max_bytes: int) -> None:
-        loop = asyncio.get_running_loop()
+        loop = connection.loop
         self.done: asyncio.Future[HttpResponse] = loop.create_future()
         self._connection = connection
         self._body_max_bytes = body_max_bytes
@@ -211,6 +229,9 @@ class HttpCall:
             self.abort(UpstreamGarbage(f"the engine's answer is larger than {self._body_max_bytes} bytes"))
         else:
             self._pieces.append(data)
+
+    def on_read_end(self) -> None:
+        pass
 
     def on_end(self) -> None:
         self._finish(HttpResponse(self._status, self._headers, b"".join(self._pieces)))
@@ -250,11 +271,11 @@ class HttpPool:
         self._idle: deque[HttpClientConnection] = deque()
         self._all: set[HttpClientConnection] = set()
         self._num_connecting = 0
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
 
     def acquire_nowait(self) -> HttpClientConnection | None:
         """An idle connection that is fresh enough, or None."""
-        oldest = self._loop.time() - _IDLE_REUSE_MAX_S
+        oldest = self.loop.time() - _IDLE_REUSE_MAX_S
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and connection.idle_since >= oldest:
@@ -276,7 +297,7 @@ class HttpPool:
         self._num_connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
+                _, connection = await self.loop.create_connection(
                     lambda: HttpClientConnection(self), self.host, self.port
                 )
         except TimeoutError:
@@ -285,6 +306,8 @@ class HttpPool:
             raise ConnectFailed(f"no connection: {error.strerror or error}") from error
         finally:
             self._num_connecting -= 1
+        if not connection.is_open:
+            raise ConnectFailed("the connection was closed as soon as it was made")
         self._all.add(connection)
         return connection
 
@@ -325,7 +348,7 @@ class HttpPool:
 
     def give_back(self, connection: HttpClientConnection) -> None:
         """An exchange ended cleanly: the connection may be reused for a while."""
-        connection.idle_since = self._loop.time()
+        connection.idle_since = self.loop.time()
         self._idle.append(connection)
 
     def forget(self, connection: HttpClientConnection) -> None:

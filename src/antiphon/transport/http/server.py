@@ -19,112 +19,18 @@ from typing import cast
 import httptools
 
 from antiphon.protocol.openai import JSON, error_body
-from antiphon.transport.http.message import Buffer, Headers, HttpLimits, HttpRequest, head_bytes
+from antiphon.transport.http.message import Buffer, HttpLimits, HttpRequest, head_bytes
+from antiphon.transport.http.responder import Responder
 
 log = logging.getLogger("antiphon.http")
 
-Handler = Callable[[HttpRequest, "Responder"], Awaitable[None]]
+__all__ = ["Handler", "HttpServer", "HttpServerConnection", "Responder"]
+
+Handler = Callable[[HttpRequest, Responder], Awaitable[None]]
 
 _SWEEP_INTERVAL_S = 1.0
 _WRITE_HIGH_WATER_BYTES = 262_144
 _CLOSE_FLUSH_TIMEOUT_S = 10.0
-
-
-class Responder:
-    """How a handler answers one request.
-
-    Exactly one of :meth:`send` or the sequence :meth:`start_stream`, :meth:`write` …, :meth:`end` is used. After the
-    client has left, writes are accepted and dropped.
-    """
-
-    __slots__ = ("_chunked", "_connection", "finished", "on_disconnect", "on_resume", "on_stall", "started")
-
-    def __init__(self, connection: HttpServerConnection) -> None:
-        self._connection = connection
-        self._chunked = False
-        self.started = False
-        self.finished = False
-        self.on_disconnect: Callable[[], None] | None = None
-        """Called once when the client leaves before the response is finished."""
-        self.on_stall: Callable[[], None] | None = None
-        """Called when the client reads too slowly: stop producing until ``on_resume``."""
-        self.on_resume: Callable[[], None] | None = None
-
-    @property
-    def is_disconnected(self) -> bool:
-        """Whether the client has left."""
-        return self._connection.is_closed
-
-    @property
-    def peer_host(self) -> str | None:
-        """The client's address; None on a socket without one."""
-        return self._connection.peer_host
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether the client's receive window is full."""
-        return self._connection.is_write_paused
-
-    @property
-    def peer_is_loopback(self) -> bool:
-        """Whether the other end of the connection is on this machine."""
-        return self._connection.peer_is_loopback
-
-    def send(self, status: int, headers: Headers, body: Buffer) -> None:
-        """Answer with a whole body; ``content-length`` and ``connection`` are added."""
-        assert not self.started, "a response was already started"
-        self.started = True
-        connection = self._connection
-        fields = [*headers, (b"content-length", b"%d" % len(body))]
-        if not connection.keeps_alive:
-            fields.append((b"connection", b"close"))
-        connection.write(head_bytes(status, fields) + body if len(body) < 65_536 else head_bytes(status, fields))
-        if len(body) >= 65_536:
-            connection.write(body)
-        self._finish()
-
-    def start_stream(self, status: int, headers: Headers) -> None:
-        """Send the head of a response whose length is not known; chunked, or until close for HTTP/1.0."""
-        assert not self.started, "a response was already started"
-        self.started = True
-        connection = self._connection
-        fields = list(headers)
-        if connection.version == "1.0":
-            connection.keeps_alive = False
-        else:
-            self._chunked = True
-            fields.append((b"transfer-encoding", b"chunked"))
-        if not connection.keeps_alive:
-            fields.append((b"connection", b"close"))
-        connection.write(head_bytes(status, fields))
-
-    def write(self, data: bytes) -> None:
-        """Send ``data`` (not empty) as one piece of a started stream."""
-        if self._chunked:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            self._connection.write(data)
-
-    def end(self) -> None:
-        """End a started stream truthfully."""
-        assert self.started and not self.finished
-        if self._chunked:
-            self._connection.write(b"0\r\n\r\n")
-        self._finish()
-
-    def abort(self) -> None:
-        """Cut the connection: the client sees that the response is incomplete."""
-        self.finished = True
-        self._connection.close()
-
-    def reset(self) -> None:
-        """Cut the connection with a TCP reset, and drop what the client has not received: for fault tests."""
-        self.finished = True
-        self._connection.reset()
-
-    def _finish(self) -> None:
-        self.finished = True
-        self._connection.response_finished()
 
 
 class HttpServerConnection(asyncio.Protocol):
@@ -150,7 +56,10 @@ class HttpServerConnection(asyncio.Protocol):
         self._reading = "idle"
         self._stalled_since: float | None = None
         self._closing_since: float | None = None
+        self._is_broken = False
         self.version = "1.1"
+        self.is_head = False
+        """The request in progress is a HEAD: its answer has no body."""
         self.keeps_alive = True
         self.is_closed = False
         self.is_write_paused = False
@@ -183,15 +92,17 @@ class HttpServerConnection(asyncio.Protocol):
         return False
 
     def data_received(self, data: bytes) -> None:
-        if self._reading == "idle":
-            self._reading = "head"
-            self._deadline = self._loop.time() + self._limits.head_timeout_s
+        while data and not self._is_broken:
+            data = self._parse(data)
+
+    def _parse(self, data: bytes) -> bytes:
+        """Feed the parser; returns what must be parsed next."""
         if self._reading == "head":
             self._raw_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, "protocol upgrades are not served here")
+        except httptools.HttpParserUpgrade as error:
+            return self._without_upgrade(data[error.args[0] :])
         except httptools.HttpParserCallbackError as error:
             if self._refused is None:
                 raise error.__context__ or error from error
@@ -201,6 +112,21 @@ class HttpServerConnection(asyncio.Protocol):
         else:
             if self._reading == "head" and self._raw_head_bytes > self._limits.header_max_bytes:
                 self._refuse(431, "the request header is too large")
+        return b""
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """Serve a request that offers another protocol as if it had not offered it, as RFC 9110 (7.8) allows."""
+        request, self._request = self._request, None
+        assert request is not None
+        if request.method == "CONNECT":
+            self._refuse(405, "CONNECT is not served here")
+            return b""
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading = "idle"
+        dropped = (b"connection", b"upgrade", b"http2-settings")
+        fields = [b"%b: %b\r\n" % field for field in request.headers if field[0] not in dropped]
+        head = [request.method.encode("latin-1"), b" ", self._target, b" HTTP/1.1\r\n", *fields, b"\r\n"]
+        return b"".join(head) + rest
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -221,6 +147,9 @@ class HttpServerConnection(asyncio.Protocol):
         self._fields = []
         self._header_bytes = 0
         self._body_bytes = 0
+        # Not earlier: empty lines between requests are no request that could be late.
+        self._reading = "head"
+        self._deadline = self._loop.time() + self._limits.head_timeout_s
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -262,11 +191,13 @@ class HttpServerConnection(asyncio.Protocol):
             request.body = bytearray(request.body) + data
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         request, self._request = self._request, None
         assert request is not None
         self._reading = "idle"
         self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
-        if self._responder is None:
+        if self._responder is None and not self._pending:
             self._begin(request)
         elif len(self._pending) >= self._limits.pipelined_max:
             self.close()
@@ -277,6 +208,7 @@ class HttpServerConnection(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         self.version = request.version
+        self.is_head = request.method == "HEAD"
         self.keeps_alive = request.keep_alive and not self._server.is_draining
         responder = Responder(self)
         self._responder = responder
@@ -292,6 +224,8 @@ class HttpServerConnection(asyncio.Protocol):
             self.close()
         elif self._pending:
             self._loop.call_soon(self._next)
+        elif self._is_broken:
+            self.close()
         else:
             self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
 
@@ -318,12 +252,6 @@ class HttpServerConnection(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()
 
-    @property
-    def peer_host(self) -> str | None:
-        """The client's address; None on a socket without one."""
-        peer = None if self._transport is None else self._transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) else None
-
     def sweep(self, now: float) -> None:
         """Enforce the deadlines of this connection; called about once a second."""
         assert self._transport is not None
@@ -345,7 +273,7 @@ class HttpServerConnection(asyncio.Protocol):
         peer = None if self._transport is None else self._transport.get_extra_info("peername")
         if not isinstance(peer, tuple):
             return True
-        return ipaddress.ip_address(str(peer[0]).partition("%")[0]).is_loopback
+        return ipaddress.ip_address(str(peer[0]).partition("%")[0].removeprefix("::ffff:")).is_loopback
 
     @property
     def is_busy(self) -> bool:
@@ -363,13 +291,12 @@ class HttpServerConnection(asyncio.Protocol):
         raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer an unreadable request and close; behind a request in progress, close only."""
+        """Answer an unreadable request and close; behind requests in progress, close when these are answered."""
         self._reading = "idle"
-        if self._responder is None and not self.is_closed:
+        self._is_broken = True
+        if self._responder is None and not self._pending and not self.is_closed:
             self.keeps_alive = False
             Responder(self).send(status, [(b"content-type", JSON)], error_body(message, status=status))
-        else:
-            self.close()
 
 
 class HttpServer:
