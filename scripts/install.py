@@ -273,14 +273,14 @@ class Environment:
             raise InstallError("could not create the environment:\n" + (made.stdout + made.stderr).strip())
         self.record(created=str(self.folder))
 
-    def pip(self, arguments: list[str], pins: dict[str, str]) -> None:
+    def pip(self, arguments: list[str], pins: dict[str, str], *, with_dependencies: bool = False) -> None:
         """Runs pip with progress.
 
         Raises:
             InstallError: pip failed or passed its time limit; holds its last lines.
         """
         command = [str(self.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-        command += ["--progress-bar", "off", "--no-deps", *arguments]
+        command += ["--progress-bar", "off", *([] if with_dependencies else ["--no-deps"]), *arguments]
         reader, progress = PipReader(pins), Progress(is_terminal=sys.stdout.isatty())
         deadline_s = time.monotonic() + INSTALL_TIMEOUT_S
         with self.log_path.open("w", buffering=1) as log, self.log_path.open() as lines:
@@ -344,7 +344,9 @@ class Environment:
             print(f"repairing {half[: -len('.dist-info')]} (its install was interrupted)")
         print(f"installing {len(pins)} packages from requirements/{path.name}", flush=True)
         self.pip(["-r", str(path)], pins)
-        check_torch(site)
+        if "torch" in pins and is_cuda_torch(site):
+            print("the package index has no CPU build of PyTorch: adding what its CUDA build needs (some 3 GB more)")
+            self.pip(["-c", str(path), f"torch=={pins['torch']}"], pins, with_dependencies=True)
         self.record(**{name: wanted})
         return True
 
@@ -375,21 +377,12 @@ class Environment:
         link.symlink_to(copies[0])
 
 
-def check_torch(site: Path) -> None:
-    """Refuses the CUDA build of PyTorch: without its GPU libraries it does not import.
-
-    Raises:
-        InstallError: the package index offered the CUDA build.
+def is_cuda_torch(site: Path) -> bool:
+    """Whether PyTorch is there in its CUDA build, as an index without the CPU build offers it. It runs on a CPU as well,
+    but does not import without its GPU libraries, which the lock leaves out.
     """
     version_file = site / "torch" / "version.py"
-    if not version_file.exists():
-        return
-    if re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(), re.MULTILINE):
-        raise InstallError(
-            "the package index offered the CUDA build of PyTorch, which does not run here.\n"
-            "Add an index that offers the CPU build (a version that ends in +cpu) to pip's configuration,\n"
-            "then remove .venv and try again"
-        )
+    return version_file.exists() and bool(re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(), re.MULTILINE))
 
 
 def explain_pip_failure(tail: list[str], log_path: Path) -> str:

@@ -90,16 +90,13 @@ def test_other_system_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         install.check_machine(tmp_path)
 
 
-@pytest.mark.parametrize(("value", "is_refused"), [("None", False), ("'12.8'", True)])
-def test_cuda_build_of_torch_is_refused(value: str, is_refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "is_cuda"), [("None", False), ("'12.8'", True)])
+def test_cuda_build_of_torch_is_told_apart(value: str, is_cuda: bool, tmp_path: Path) -> None:
+    assert not install.is_cuda_torch(tmp_path)
     (tmp_path / "torch").mkdir()
     text = f"__version__ = '2.13.0'\ndebug = False\ncuda: Optional[str] = {value}\nhip: Optional[str] = None\n"
     (tmp_path / "torch" / "version.py").write_text(text)
-    if is_refused:
-        with pytest.raises(install.InstallError, match="CUDA build"):
-            install.check_torch(tmp_path)
-    else:
-        assert install.check_torch(tmp_path) is None
+    assert install.is_cuda_torch(tmp_path) is is_cuda
 
 
 def test_folder_of_someone_else_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import click
 from antiphon import __version__
 
 VERBS = {
+    "demo": ("antiphon.cli.demo", "See it work on this machine: two engines, three questions, receipts."),
     "up": ("antiphon.cli.up", "Start the engines and the router, and keep them running."),
     "down": ("antiphon.cli.down", "Stop a running deployment."),
     "status": ("antiphon.cli.status", "Show the processes of a running deployment."),

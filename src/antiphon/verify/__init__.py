@@ -1,0 +1,1 @@
+"""Does it work: programs that run the whole system and say what they saw."""

@@ -57,6 +57,7 @@ class HttpServerConnection(asyncio.Protocol):
         self._stalled_since: float | None = None
         self._closing_since: float | None = None
         self._is_broken = False
+        self._has_completed = False
         self.version = "1.1"
         self.is_head = False
         """The request in progress is a HEAD: its answer has no body."""
@@ -97,8 +98,7 @@ class HttpServerConnection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> bytes:
         """Feed the parser; returns what must be parsed next."""
-        if self._reading == "head":
-            self._raw_head_bytes += len(data)
+        self._has_completed = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
@@ -110,8 +110,11 @@ class HttpServerConnection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, "the request is not valid HTTP/1.1")
         else:
-            if self._reading == "head" and self._raw_head_bytes > self._limits.header_max_bytes:
-                self._refuse(431, "the request header is too large")
+            # The parser holds back a field that has not ended, so that what was fed is counted too.
+            if self._reading == "head" and not self._has_completed:
+                self._raw_head_bytes += len(data)
+                if self._raw_head_bytes > self._limits.header_max_bytes:
+                    self._refuse(431, "the request header is too large")
         return b""
 
     def _without_upgrade(self, rest: bytes) -> bytes:
@@ -195,6 +198,7 @@ class HttpServerConnection(asyncio.Protocol):
             return
         request, self._request = self._request, None
         assert request is not None
+        self._has_completed = True
         self._reading = "idle"
         self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
         if self._responder is None and not self._pending:
@@ -220,11 +224,11 @@ class HttpServerConnection(asyncio.Protocol):
         self._task = None
         if self.is_closed:
             return
-        if not self.keeps_alive or self._server.is_draining:
-            self.close()
-        elif self._pending:
+        if self._pending and self.keeps_alive and not self._server.is_draining:
             self._loop.call_soon(self._next)
         elif self._is_broken:
+            self._linger()
+        elif not self.keeps_alive or self._server.is_draining:
             self.close()
         else:
             self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
@@ -240,9 +244,19 @@ class HttpServerConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close after what was written is flushed; what a client does not take within a few seconds is dropped."""
+        if self._transport is not None:
+            self._closing_since = self._closing_since or self._loop.time()
+            self._transport.close()
+
+    def _linger(self) -> None:
+        """Say that nothing follows, and drop what the client still sends until it closes, for a few seconds.
+
+        Closing at once would reset the connection, and the client might never read why it was refused.
+        """
         if self._transport is not None and self._closing_since is None:
             self._closing_since = self._loop.time()
-            self._transport.close()
+            if not self._transport.is_closing():
+                self._transport.write_eof()
 
     def reset(self) -> None:
         """Close with a TCP reset."""

@@ -1,0 +1,174 @@
+"""The demo's questions, asked with the official ``openai`` client, and what an answer looks like on the screen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import openai
+
+from antiphon.core.errors import StartError
+from antiphon.engine.vllm import http_get
+
+REQUEST_TIMEOUT_S = 600.0
+_RECEIPT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question; ``text`` is a prompt or a user's message."""
+
+    kind: Literal["completion", "chat"]
+    text: str
+    max_tokens: int
+    stream: bool = False
+
+    def shown(self) -> str:
+        """The question on one line."""
+        return textwrap.shorten(self.text, 96, placeholder=" …")
+
+
+_STORY = (
+    "Bread is one of the oldest prepared foods. Flour, water and time were enough for the first loaves, which "
+    "were flat and baked on hot stones. Later bakers found that dough left to stand would rise, because wild "
+    "yeast from the air and the grain lives on the sugar of the flour and gives off gas. They kept a piece of "
+    "each dough to start the next, and so the first sourdough was made. In ancient Egypt bread was food and wages "
+    "at once: workers were paid in loaves and beer. The Romans built mills that were turned by water, and public "
+    "ovens for those who had none at home. In the Middle Ages the colour of a loaf showed the rank of those who "
+    "ate it, white for the rich and dark for the poor. Today most bread is made in factories within a few hours, "
+    "yet many people bake at home again. "
+)
+
+QUESTIONS = (
+    Question("completion", "The capital of France is", 16),
+    Question("chat", "What is the largest planet of the solar system? Answer in one sentence.", 32),
+    Question("completion", _STORY + "In short, the history of bread shows that", 32, stream=True),
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one question."""
+
+    question: Question
+    text: str
+    id: str
+    receipt: dict[str, Any]
+
+    def is_tagged(self) -> bool:
+        """Whether the ``id`` names the prefill and the decode engine that the receipt names."""
+        tag = f"___prefill_addr_{self.receipt['prefill']}___decode_addr_{self.receipt['decode']}_"
+        return tag in self.id
+
+    def receipt_lines(self) -> list[str]:
+        """The receipt as the demo prints it."""
+        receipt, times = self.receipt, self.receipt["ms"]
+        tokens = receipt["tokens"]
+        sources = ", ".join(f"{num} {source}" for source, num in tokens["by_source"].items())
+        if times["handover"] is None:
+            after = "hand-over and first token are inside an answer that is not streamed"
+        else:
+            after = f"hand-over {times['handover']:.0f} ms, first token {times['first_token']:.0f} ms"
+        return [
+            (
+                f"  receipt  path {receipt['path']} ({receipt['reason']}), "
+                f"prefill on {receipt['prefill']}, decode on {receipt['decode']}"
+            ),
+            f"           prefill {times['prefill']:.0f} ms, {after}, total {times['total']:.0f} ms",
+            f"           {tokens['prompt']} prompt tokens: {sources}",
+        ]
+
+
+def curl_line(base_url: str, model: str) -> str:
+    """The line to try by hand."""
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16}, separators=(",", ":"))
+    return f"curl -s {base_url}/v1/completions -H \"Content-Type: application/json\" -d '{body}'"
+
+
+class Asker:
+    """Asks through the router, and the decode engine alone for comparison. An async context manager."""
+
+    def __init__(self, router_url: str, decode_url: str, model: str) -> None:
+        self._router_url = router_url
+        self._model = model
+        options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": REQUEST_TIMEOUT_S}
+        self._router = openai.AsyncOpenAI(base_url=f"{router_url}/v1", **options)
+        self._decode = openai.AsyncOpenAI(base_url=f"{decode_url}/v1", **options)
+        self._num_salts = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._router.close()
+        await self._decode.close()
+
+    async def warm(self) -> None:
+        """One short request, so that the engines exchange their NIXL metadata before anything is timed."""
+        await self._router.completions.create(model=self._model, prompt="Hello", max_tokens=1, temperature=0)
+
+    async def ask(self, question: Question) -> Answer:
+        """Ask through the router.
+
+        Raises:
+            openai.OpenAIError: as the client raises it.
+            StartError: the router keeps no receipt of the answer.
+        """
+        text, answer_id, headers = await self._create(self._router, question, {})
+        receipt = await self._receipt(headers["x-antiphon-receipt"])
+        return Answer(question, text, answer_id, receipt)
+
+    async def ask_decode(self, answer: Answer) -> str:
+        """The same question to the decode engine alone, which computes the prompt itself: the salt keeps it from using
+        the blocks that were handed over."""
+        self._num_salts += 1
+        text, _, _ = await self._create(self._decode, answer.question, {"cache_salt": f"alone-{self._num_salts}"})
+        return text
+
+    async def _create(
+        self, client: openai.AsyncOpenAI, question: Question, extra: dict[str, str]
+    ) -> tuple[str, str, Any]:
+        options: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": question.max_tokens,
+            "temperature": 0,
+            "stream": question.stream,
+            "extra_body": extra,
+        }
+        if question.kind == "chat":
+            options["messages"] = [{"role": "user", "content": question.text}]
+            raw = await client.chat.completions.with_raw_response.create(**options)
+        else:
+            options["prompt"] = question.text
+            raw = await client.completions.with_raw_response.create(**options)
+        parsed: Any = raw.parse()
+        if question.stream:
+            pieces = [(event.id, _text(event.choices[0])) async for event in parsed if event.choices]
+            return "".join(piece for _, piece in pieces), pieces[0][0], raw.headers
+        return _text(parsed.choices[0]), parsed.id, raw.headers
+
+    async def _receipt(self, receipt_id: str) -> dict[str, Any]:
+        """The receipt, once it is closed, which it is a moment after the last byte."""
+        deadline = asyncio.get_running_loop().time() + _RECEIPT_TIMEOUT_S
+        while True:
+            status, body = await http_get(f"{self._router_url}/receipts/{receipt_id}", timeout_s=_RECEIPT_TIMEOUT_S)
+            receipt: dict[str, Any] = json.loads(body)
+            if status == 200 and receipt["outcome"] is not None:
+                return receipt
+            if status != 200 or asyncio.get_running_loop().time() > deadline:
+                raise StartError(f"the router has no closed receipt {receipt_id}: {body[:200]!r}")
+            await asyncio.sleep(0.02)
+
+
+def _text(choice: Any) -> str:
+    """The text of a choice of any of the four answer shapes."""
+    if hasattr(choice, "text"):
+        return choice.text or ""
+    message = choice.delta if hasattr(choice, "delta") else choice.message
+    return message.content or ""
