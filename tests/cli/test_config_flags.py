@@ -125,7 +125,7 @@ def test_version_and_help_list_every_verb_without_importing_one() -> None:
     assert all(f"\n  {verb} " in output for verb in VERBS)
 
 
-@pytest.mark.parametrize(("typed", "words"), [("confg", "Did you mean 'config'?"), ("qqq", "The verbs are up, ")])
+@pytest.mark.parametrize(("typed", "words"), [("confg", "Did you mean 'config'?"), ("qqq", "The verbs are demo, ")])
 def test_an_unknown_verb(typed: str, words: str) -> None:
     result = CliRunner().invoke(main, [typed])
     assert result.exit_code == 2

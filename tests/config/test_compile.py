@@ -73,7 +73,8 @@ def test_vllm_on_cpu_as_it_is_known_to_work() -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "2",
-        "ANTIPHON_NIXL_PROGRESS_DELAY_US": "1000",
+        "ANTIPHON_NIXL_PROGRESS_THREAD": "0",
+        "ANTIPHON_SPIN_WAIT": "0",
     }
     assert plan.unset_env == ("VLLM_CPU_KVCACHE_SPACE",)
     assert (plan.base_url, plan.ready_path, plan.model_name) == ("http://127.0.0.1:8001", "/health", "tiny")
@@ -103,7 +104,7 @@ def test_vllm_on_cuda() -> None:
         assert not {"--enforce-eager", "--block-size", "--kv-cache-dtype", "--max-model-len"} & flags(plan).keys()
         transfer = json.loads(flags(plan)["--kv-transfer-config"][0])
         assert (transfer["kv_buffer_device"], transfer["kv_load_failure_policy"]) == ("cuda", "recompute")
-        assert not {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "ANTIPHON_NIXL_PROGRESS_DELAY_US"} & plan.env.keys()
+        assert not {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "ANTIPHON_NIXL_PROGRESS_THREAD", "ANTIPHON_SPIN_WAIT"} & plan.env.keys()
         assert plan.unset_env == ()
     assert "--gpu-memory-utilization" not in flags(decode)
 
@@ -120,7 +121,8 @@ def test_every_knob_of_an_engine_reaches_its_command_line() -> None:
             "engine.kv_memory_bytes": "2GiB",
             "engine.enforce_eager": False,
             "engine.threads": 3,
-            "engine.nixl_progress_delay_us": 0,
+            "engine.nixl_progress_thread": True,
+            "engine.spin_wait": True,
             "engine.max_num_seqs": 16,
             "engine.dev_mode": True,
             "engine.args": {"seed": 1, "trust_remote_code": True, "no-thing": False, "lora": ["a", "b"], "j": {"x": 1}},
@@ -149,7 +151,8 @@ def test_every_knob_of_an_engine_reaches_its_command_line() -> None:
     assert plan.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert plan.env["OMP_NUM_THREADS"] == "3"
-    assert plan.env["ANTIPHON_NIXL_PROGRESS_DELAY_US"] == "0"
+    assert "ANTIPHON_NIXL_PROGRESS_THREAD" not in plan.env
+    assert "ANTIPHON_SPIN_WAIT" not in plan.env
     assert plan.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "192.0.2.7"
 
 

@@ -130,6 +130,18 @@ def test_a_request_waits_until_its_blocks_are_free_and_nothing_overtakes_it() ->
     assert first.finished_ns < finished_at(world, big) < finished_at(world, small)
 
 
+def test_idle_cached_blocks_are_not_counted_as_free_twice() -> None:
+    world = World.of("L", kv_blocks=8, **LATENCY)
+    world.answer("L", list(range(12)), 1)  # leaves 3 blocks in the prefix cache, free
+    world.submit("L", list(range(100, 113)), 4)  # holds 4 of the other 5
+    world.run(world.now_ns + 16 * MS)
+    waiting = world.submit("L", list(range(20)), 1)  # 3 cached blocks and 2 more: one more than there are
+    assert waiting.stage is Stage.WAITING
+    world.run()
+    assert waiting.num_cached_tokens == 12
+    assert waiting.output == World.of("L").answer("L", list(range(20)), 1)
+
+
 # ---- what a token depends on -----------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ async def connected(port: int) -> AsyncIterator[RawClient]:
 async def until(condition: Callable[[], object]) -> None:
     """Wait until ``condition`` is true."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - for conditions that set no event
             await asyncio.sleep(0.005)
 
 

@@ -177,7 +177,7 @@ async def test_an_idle_connection_is_closed_without_a_word() -> None:
 
 async def test_a_long_response_is_not_an_idle_connection() -> None:
     async def act(request: HttpRequest, responder: Responder) -> None:
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(0.5)
         echo(request, responder)
 
     limits = HttpLimits(keepalive_timeout_s=0.1, head_timeout_s=0.1, body_read_timeout_s=0.1)
@@ -191,7 +191,7 @@ async def test_what_follows_a_request_in_progress_does_not_cut_its_response(junk
     async def act(request: HttpRequest, responder: Responder) -> None:
         responder.start_stream(200, [])
         responder.write(b"one")
-        await asyncio.sleep(1.6)
+        await asyncio.sleep(0.4)
         responder.end(b"two")
 
     recorder = Recorder(act)

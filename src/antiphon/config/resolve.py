@@ -20,10 +20,6 @@ from antiphon.config.units import format_bytes
 CPU_KV_MEMORY_BYTES = 400_000_000
 """Enough for 4096 tokens of a small model in float32 several times over; registering 1 GB with NIXL takes seconds."""
 
-CPU_NIXL_PROGRESS_DELAY_US = 1000
-"""Far below what a hand-over takes on a CPU, and enough to leave the core to the model."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """What the defaults depend on."""
@@ -51,8 +47,10 @@ class Engine:
     enforce_eager: bool
     threads: int
     """OpenMP threads; for CPU only."""
-    nixl_progress_delay_us: int | None
-    """None: as NIXL has it."""
+    nixl_progress_thread: bool
+    """Whether NIXL polls on a thread of its own."""
+    spin_wait: bool
+    """Whether vLLM's processes wait for each other in a loop that yields."""
     devices: tuple[str, ...]
     """CUDA device ids; empty: as CUDA counts them."""
 
@@ -99,7 +97,8 @@ def place_engines(spec: Spec, machine: Machine) -> list[Engine]:
                 kv_memory_bytes=section.kv_memory_bytes or (CPU_KV_MEMORY_BYTES if on_cpu else None),
                 enforce_eager=section.enforce_eager if section.enforce_eager is not None else on_cpu,
                 threads=section.threads or max(1, machine.cores // per_host[host]),
-                nixl_progress_delay_us=_delay_us(section, on_cpu),
+                nixl_progress_thread=_unless_cpu(section.nixl_progress_thread, on_cpu),
+                spin_wait=_unless_cpu(section.spin_wait, on_cpu),
                 devices=tuple(str(device) for device in section.devices[first : first + section.tensor_parallel_size]),
             )
             engines.append(engine)
@@ -133,10 +132,8 @@ def _host(pool: PoolSpec, index: int) -> str:
     return pool.hosts[index % len(pool.hosts)]
 
 
-def _delay_us(pool: PoolSpec, on_cpu: bool) -> int | None:
-    if pool.nixl_progress_delay_us is not None:
-        return pool.nixl_progress_delay_us
-    return CPU_NIXL_PROGRESS_DELAY_US if on_cpu else None
+def _unless_cpu(value: bool | None, on_cpu: bool) -> bool:
+    return value if value is not None else not on_cpu
 
 
 def _bind(host: str) -> str:

@@ -143,14 +143,15 @@ class EngineSpec(SpecModel):
         le=1024,
         description="OpenMP threads of an engine on CPU, 1 to 1024 (default: the host's cores shared by its engines).",
     )
-    nixl_progress_delay_us: int | None = Field(
+    nixl_progress_thread: bool | None = Field(
         default=None,
-        ge=0,
-        le=1_000_000,
-        description="Microseconds that NIXL's progress thread rests between two polls, 0 to 1000000. Default: 1000 "
-        "on CPU, "
-        "where an idle engine would otherwise keep a core busy; on CUDA NIXL's own 0. A transfer may take one rest "
-        "longer.",
+        description="Whether NIXL polls on a thread of its own (default: off on CPU, where that thread would keep a "
+        "core busy even while the engine is idle; as vLLM has it on CUDA). Off, the engine's own steps drive NIXL.",
+    )
+    spin_wait: bool | None = Field(
+        default=None,
+        description="Whether vLLM's processes wait for each other in a loop that yields (default: off on CPU, where "
+        "such loops take the cores from the model; as vLLM has it on CUDA). Off, they sleep 0.1 ms at a time.",
     )
     max_num_seqs: int | None = Field(
         default=None,

@@ -41,7 +41,8 @@ OWNED_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "engine.kv_memory_bytes",
     "OMP_NUM_THREADS": "engine.threads",
     "VLLM_SERVER_DEV_MODE": "engine.dev_mode",
-    "ANTIPHON_NIXL_PROGRESS_DELAY_US": "engine.nixl_progress_delay_us",
+    "ANTIPHON_NIXL_PROGRESS_THREAD": "engine.nixl_progress_thread",
+    "ANTIPHON_SPIN_WAIT": "engine.spin_wait",
 }
 """Environment variables that the spec sets itself, and the field that does; they may not be repeated in ``env``."""
 
@@ -93,8 +94,10 @@ def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
         # Pinning to cores makes engines that share a host wait for each other.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(engine.threads)
-    if engine.nixl_progress_delay_us is not None:
-        env["ANTIPHON_NIXL_PROGRESS_DELAY_US"] = str(engine.nixl_progress_delay_us)
+    if not engine.nixl_progress_thread:
+        env["ANTIPHON_NIXL_PROGRESS_THREAD"] = "0"
+    if not engine.spin_wait:
+        env["ANTIPHON_SPIN_WAIT"] = "0"
     if engine.devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(engine.devices)
     if engine.spec.dev_mode:

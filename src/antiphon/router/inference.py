@@ -146,7 +146,7 @@ class Inference:
             return None
         if response.status != 200:
             self._metrics.engine_error("prefill", endpoint.address, "status")
-            raise status_refusal(response, "prefill")
+            raise status_refusal(response.status, "prefill")
         try:
             answer = read_prefill_answer(response.body)
         except ProtocolError as error:
@@ -235,11 +235,18 @@ class Inference:
             if handing_over_since is not None:
                 receipt.handover_ms = (first - handing_over_since) * 1000
                 self._metrics.handover_seconds.observe(first - handing_over_since)
+        if has_handle:
+            self._count_handover(relay)
         if relay.client_left:
-            if has_handle:
-                self._metrics.handovers_after_disconnect.inc()
             raise ClientLeft
         self._judge(flight, endpoint, relay)
+
+    def _count_handover(self, relay: Relay) -> None:
+        """Count what became of the KV where it is not an ordinary answer: pulled for nobody, or not pulled at all."""
+        if relay.status >= 500 or (relay.error is not None and relay.first_byte_s is None):
+            self._metrics.handovers_abandoned.inc()
+        elif relay.left_before_first_byte:
+            self._metrics.handovers_after_disconnect.inc()
 
     def _judge(self, flight: Flight, endpoint: Endpoint, relay: Relay) -> None:
         """Close a request whose client stayed to the end."""
@@ -250,9 +257,12 @@ class Inference:
                 raise relay.error
             self._metrics.truncations.inc()
             self._close(flight, Stage.FAILED)
-        elif relay.status >= 500:
-            flight.receipt.error = f"the decode engine answered with {relay.status}"
+        elif relay.status >= 500 or relay.has_error_event:
+            said = "ended its stream with an error event" if relay.has_error_event else f"answered with {relay.status}"
+            flight.receipt.error = f"the decode engine {said}"
             self._metrics.engine_error("decode", endpoint.address, "status")
+            if not flight.responder.started:
+                raise status_refusal(relay.status, "decode")
             self._close(flight, Stage.FAILED)
         else:
             self._close(flight, Stage.COMPLETED)

@@ -15,7 +15,6 @@ from antiphon.core.errors import (
 )
 from antiphon.protocol.openai import JSON, error_body
 from antiphon.routing.registry import Role
-from antiphon.transport.http.message import HttpResponse
 from antiphon.transport.http.server import Responder
 
 RETRY_AFTER_S = 2
@@ -61,9 +60,9 @@ def refusal_of(error: UpstreamError, role: Role) -> RequestRefused:
     )
 
 
-def status_refusal(response: HttpResponse, role: Role) -> RequestRefused:
+def status_refusal(status: int, role: Role) -> RequestRefused:
     """What the client is told when an engine answered with a 5xx: 503 stays 503, anything else is 502."""
-    if response.status == 503:
+    if status == 503:
         return RequestRefused(
             f"the {role} engine is overloaded", status=503, kind="service_unavailable", code=f"{role}_overloaded"
         )

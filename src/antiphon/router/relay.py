@@ -3,7 +3,8 @@
 A stream goes through event by event, each costing one call; the head is held back until the first event, so that an
 engine that fails before it can still be answered with a truthful status. Only whole events are passed on, so that what
 follows a lost engine is an error event that the client can read, then ``[DONE]``. An answer that is not a stream is
-passed on when it is complete.
+passed on when it is complete. Where vLLM itself ends a stream with an error event, the client gets it as it is, and the
+request counts as failed.
 
 Invariant: the relay ends once, with the engine's answer complete, an error, or the client gone.
 """
@@ -15,7 +16,7 @@ import asyncio
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import UpstreamError, UpstreamLost, UpstreamTimeout
 from antiphon.observe.receipt import Receipt
-from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM, error_events
+from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM, JSON, error_events
 from antiphon.router.headers import answer_headers, returned_headers
 from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
 from antiphon.transport.http.server import Responder
@@ -24,6 +25,7 @@ _EVENT_MAX_BYTES = 8_388_608
 """An event larger than this is passed on in pieces."""
 
 _END_OF_EVENT = b"\n\n"
+_ERROR_EVENT = _END_OF_EVENT + b'data: {"error"'
 
 
 class Relay:
@@ -55,7 +57,7 @@ class Relay:
         self._whole_bytes = 0
         self._pending: list[bytes] = []
         self._tail = b""
-        self._last = b""
+        self._last = self._last_but_one = b""
         self._began_s = self._last_byte_s = self._loop.time()
         self._is_paused = False
         self.status = 0
@@ -63,6 +65,9 @@ class Relay:
         self.first_byte_s: float | None = None
         self.num_pieces = 0
         self.client_left = False
+        self.left_before_first_byte = False
+        self.has_error_event = False
+        """The engine's stream is complete and says that the answer is not."""
         self.error: UpstreamError | None = None
 
     async def run(self, buffers: list[bytes | bytearray | memoryview]) -> None:
@@ -71,6 +76,8 @@ class Relay:
         responder.on_stall, responder.on_resume = self._pause, self._resume
         self._arm(min(self._spec.first_token_timeout_s, self._spec.idle_timeout_s))
         self._connection.start(buffers, self)
+        if responder.is_stalled:  # with what was written before this request
+            self._pause()
         try:
             await self._over
         finally:
@@ -83,6 +90,7 @@ class Relay:
     def leave(self) -> None:
         """The client has left: stop, but not before the engine is sure to have admitted a request with a handle."""
         self.client_left = True
+        self.left_before_first_byte = self.first_byte_s is None
         held_until = self._began_s + self._spec.abort_grace_s
         if self._has_handle and self.first_byte_s is None and self._loop.time() < held_until:
             self._arm(held_until - self._loop.time())
@@ -120,35 +128,60 @@ class Relay:
                 self._responder.write(whole)
 
     def on_end(self) -> None:
+        # The connection serves other requests from here on: how slowly this client reads does not concern it.
+        self._responder.on_stall = self._responder.on_resume = None
         if self.client_left:
             self._end(None)
-        elif not self.is_stream:
-            fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
-            self.num_pieces = 1
-            self._responder.send(self.status, fields, b"".join(self._whole))
-            self._end(None)
-        else:
+        elif self.is_stream:
             rest = self._whole_events()
-            if self._responder.started and not self._tail and self._last.endswith(DONE_EVENT):
+            if self._is_done:
                 self._responder.end(rest)
-                self._end(None)
+                self._end_stream()
             else:
                 if rest:
                     self._responder.write(rest)
                 self.on_lost(UpstreamLost("the engine ended its stream without [DONE]"))
+        elif self._responder.started:
+            self._responder.end()
+            self._end(None)
+        elif self.status >= 500 and not self._is_json:
+            self._end(None)  # the caller answers
+        else:
+            fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
+            self.num_pieces = 1
+            self._responder.send(self.status, fields, b"".join(self._whole))
+            self._end(None)
 
     def on_lost(self, error: UpstreamError) -> None:
         if self._responder.started and not self.client_left:
-            status = 504 if isinstance(error, UpstreamTimeout) else 502
-            words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
-            if self.is_stream:
-                rest = self._whole_events()
-                self._responder.end(rest + error_events(f"{words} before the answer was complete", status=status))
-            else:
+            if not self.is_stream:
                 self._responder.abort()
+            else:
+                rest = self._whole_events()
+                if self._is_done:  # what is missing is the end of the framing
+                    self._responder.end(rest)
+                    self._end_stream()
+                    return
+                status = 504 if isinstance(error, UpstreamTimeout) else 502
+                words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
+                self._responder.end(rest + error_events(f"{words} before the answer was complete", status=status))
         self._end(error)
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether the stream has come to its ``[DONE]``."""
+        return self._responder.started and not self._tail and self._last.endswith(DONE_EVENT)
+
+    @property
+    def _is_json(self) -> bool:
+        return any(name == b"content-type" and value.startswith(JSON) for name, value in self._headers)
+
+    def _end_stream(self) -> None:
+        """The stream is complete. vLLM writes an error event just before ``[DONE]``."""
+        self.has_error_event = _ERROR_EVENT in _END_OF_EVENT + self._last_but_one + self._last
+        self._end(None)
 
     def _start_stream(self) -> None:
         fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
@@ -168,7 +201,7 @@ class Relay:
             elif len(data) <= _EVENT_MAX_BYTES:
                 data, self._tail = b"", data
         if data:
-            self._last = data
+            self._last_but_one, self._last = self._last, data
         return data
 
     def _keep(self, data: bytes) -> None:
@@ -190,6 +223,8 @@ class Relay:
 
     def _check(self) -> None:
         """A deadline may have passed: the grace after the client left, the first byte, or the gap between two bytes."""
+        if self._over.done():
+            return
         now = self._loop.time()
         if self.client_left:
             self._stop()
@@ -201,7 +236,8 @@ class Relay:
         else:
             due = self._last_byte_s + self._spec.idle_timeout_s
         if now < due:
-            self._arm(due - now)
+            # The first byte may come at any time, and from then on the next one is due sooner.
+            self._arm(min(due - now, self._spec.idle_timeout_s))
             return
         self._connection.abort()
         stage = "first token" if self.first_byte_s is None else "next token"
@@ -217,8 +253,9 @@ class Relay:
         self._connection.resume()
 
     def _stop(self) -> None:
-        self._connection.abort()
-        self._end(None)
+        if not self._over.done():  # else the connection may be serving another request
+            self._connection.abort()
+            self._end(None)
 
     def _end(self, error: UpstreamError | None) -> None:
         if not self._over.done():

@@ -1,0 +1,82 @@
+"""The receipt as JSON, and the bound of the ring."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.observe.receipt import Receipt, ReceiptRing
+
+
+def receipt(number: int) -> Receipt:
+    return Receipt(f"id-{number}", "/v1/completions", 1.5)
+
+
+def test_a_receipt_at_its_start() -> None:
+    """The shape that clients of /receipts rely on: every key is always there."""
+    assert receipt(1).as_dict() == {
+        "id": "id-1",
+        "route": "/v1/completions",
+        "created_unix_s": 1.5,
+        "path": "",
+        "reason": "",
+        "stream": False,
+        "client_request_id": None,
+        "engine_request_id": None,
+        "prefill": None,
+        "decode": None,
+        "status": None,
+        "outcome": None,
+        "error": None,
+        "tokens": {"prompt": None, "by_source": {}},
+        "ms": {"prefill": None, "handover": None, "first_token": None, "total": None},
+        "num_events": 0,
+    }
+
+
+def test_times_are_rounded_to_microseconds_and_zero_stays() -> None:
+    one = receipt(1)
+    one.created_unix_s, one.prefill_ms, one.first_token_ms = 1700000000.123456, 12.3456789, 0.0
+    shown = one.as_dict()
+    assert shown["created_unix_s"] == 1700000000.123
+    assert shown["ms"] == {"prefill": 12.346, "handover": None, "first_token": 0.0, "total": None}
+    assert one.as_dict() == shown
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_two_receipts_share_nothing() -> None:
+    first, second = receipt(1), receipt(2)
+    first.tokens_by_source["device"] = 3
+    assert second.tokens_by_source == {}
+
+
+@given(st.integers(0, 5), st.integers(0, 20), st.integers(0, 8))
+def test_the_ring_keeps_the_latest(receipts_max: int, num_added: int, num_asked: int) -> None:
+    ring = ReceiptRing(receipts_max)
+    added = [receipt(number) for number in range(num_added)]
+    for each in added:
+        ring.add(each)
+        assert len(ring) <= receipts_max
+    kept = added[max(0, num_added - receipts_max) :]
+    assert len(ring) == len(kept)
+    assert [ring.get(each.id) for each in added] == [each if each in kept else None for each in added]
+    assert ring.latest(num_asked) == list(reversed(kept))[:num_asked]
+
+
+def test_a_receipt_can_be_filled_in_after_it_was_added() -> None:
+    ring = ReceiptRing(2)
+    one = receipt(1)
+    ring.add(one)
+    one.outcome = "completed"
+    found = ring.get("id-1")
+    assert found is not None
+    assert found.outcome == "completed"
+    assert ring.get("id-2") is None
+
+
+def test_a_negative_size_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        ReceiptRing(-1)

@@ -1,0 +1,68 @@
+"""The router's series: names, labels, and text that a Prometheus parser reads."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.observe.router_metrics import RouterMetrics
+
+NAMES = {
+    "requests",
+    "path",
+    "engine_requests",
+    "engine_errors",
+    "client_disconnects",
+    "handovers_completed_after_disconnect",
+    "handovers_abandoned",
+    "stream_truncations",
+    "engine_up",
+    "engine_active_requests",
+    "active_requests",
+    "client_connections",
+    "prefill_seconds",
+    "handover_seconds",
+    "time_to_first_token_seconds",
+    "request_seconds",
+}
+
+
+def samples(metrics: RouterMetrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def test_every_series_has_a_name_of_ours_and_an_explanation() -> None:
+    families = list(text_string_to_metric_families(RouterMetrics().text().decode()))
+    names = {family.name for family in families if not family.name.endswith("_created")}
+    assert names == {f"antiphon_router_{name}" for name in NAMES}
+    assert all(family.documentation for family in families)
+
+
+def test_counters_count_by_label() -> None:
+    metrics = RouterMetrics()
+    metrics.request("/v1/completions", "pd", "completed", 200).inc()
+    metrics.request("/v1/completions", "pd", "completed", 200).inc()
+    metrics.request("/v1/completions", "pd", "failed", 502).inc()
+    metrics.engine_error("prefill", "h:1", "lost")
+    metrics.disconnected("decoding")
+    metrics.engine_state("decode", "h:2", is_up=False, num_active=3)
+    found = samples(metrics)
+    labels = (("outcome", "completed"), ("path", "pd"), ("route", "/v1/completions"), ("status", "200"))
+    assert found["antiphon_router_requests_total", labels] == 2
+    failed = (("outcome", "failed"), ("path", "pd"), ("route", "/v1/completions"), ("status", "502"))
+    assert found["antiphon_router_requests_total", failed] == 1
+    error = (("engine", "h:1"), ("kind", "lost"), ("role", "prefill"))
+    assert found["antiphon_router_engine_errors_total", error] == 1
+    assert found["antiphon_router_client_disconnects_total", (("stage", "decoding"),)] == 1
+    engine = (("engine", "h:2"), ("role", "decode"))
+    assert found["antiphon_router_engine_up", engine] == 0
+    assert found["antiphon_router_engine_active_requests", engine] == 3
+
+
+def test_two_routers_share_nothing() -> None:
+    first, second = RouterMetrics(), RouterMetrics()
+    first.handovers_abandoned.inc()
+    assert samples(second)["antiphon_router_handovers_abandoned_total", ()] == 0

@@ -1,0 +1,107 @@
+"""What a prefill engine is asked for, and what is read of its answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from antiphon.core.errors import ProtocolError
+from antiphon.protocol.body import scan
+from antiphon.protocol.handoff import PREFILL_PARAMS, drain_fields, prefill_fields, read_prefill_answer
+
+PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def prefill_body(client: str) -> dict[str, object]:
+    body = scan(client.encode())
+    value: dict[str, object] = json.loads(b"".join(body.splice(prefill_fields(body))))
+    return value
+
+
+def test_prefill_asks_for_one_token_and_a_handle() -> None:
+    assert json.loads(PREFILL_PARAMS) == PARAMS
+    assert prefill_body('{"prompt":"x"}') == {
+        "prompt": "x",
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": PARAMS,
+    }
+
+
+def test_prefill_overrides_what_would_make_it_more_than_a_prefill() -> None:
+    client = (
+        '{"messages":[],"max_tokens":900,"max_completion_tokens":800,"min_tokens":700,"n":1,"stream":true,'
+        '"stream_options":{"include_usage":true},"logprobs":true,"top_logprobs":5,"kv_transfer_params":null,'
+        '"temperature":0.7,"stop":["a"],"seed":18446744073709551616,"tools":[{"strict":true}]}'
+    )
+    assert prefill_body(client) == json.loads(client) | {
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "min_tokens": 1,
+        "stream": False,
+        "stream_options": None,
+        "logprobs": None,
+        "top_logprobs": None,
+        "kv_transfer_params": PARAMS,
+    }
+
+
+@pytest.mark.parametrize("key", ["max_completion_tokens", "n", "stream_options", "logprobs", "top_logprobs"])
+def test_fields_that_the_client_did_not_send_are_not_added(key: str) -> None:
+    """A completion has no max_completion_tokens and some engines refuse what they do not know."""
+    assert key not in prefill_body('{"prompt":"x"}')
+    assert key in prefill_body(f'{{"prompt":"x","{key}":1}}')
+
+
+def test_drain_pulls_with_one_token() -> None:
+    body = scan(b'{"prompt":"x","max_tokens":9,"stream":true,"stream_options":{"include_usage":true}}')
+    assert json.loads(b"".join(body.splice(drain_fields(body, b'{"remote_port":1}')))) == {
+        "prompt": "x",
+        "max_tokens": 1,
+        "stream": False,
+        "stream_options": None,
+        "min_tokens": 1,
+        "kv_transfer_params": {"remote_port": 1},
+    }
+
+
+def test_params_of_the_answer_are_kept_as_they_were_written() -> None:
+    params = b'{"remote_block_ids":[[1, 2]], "x": 1.10, "big":123456789012345678901234567890, "\\u006b":"\xc3\xa9"}'
+    answer = read_prefill_answer(b'{"id":"x","kv_transfer_params":' + params + b',"usage":{"prompt_tokens":7}}')
+    assert answer.kv_transfer_params == params
+    assert answer.prompt_tokens == 7
+    assert answer.cached_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "prompt_tokens", "cached_tokens"),
+    [
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}}', 9, 4),
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', 9, None),
+        (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":null}}}', 9, None),
+        (b'{"usage":null,"kv_transfer_params":null}', None, None),
+        (b"{}", None, None),
+    ],
+)
+def test_counts_that_are_there_are_read(raw: bytes, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+    answer = read_prefill_answer(raw)
+    assert (answer.prompt_tokens, answer.cached_tokens) == (prompt_tokens, cached_tokens)
+    assert answer.kv_transfer_params is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"<html>", b"[]", b"null", b'{"usage":', b'{"usage":[]}', b'{"usage":{"prompt_tokens":"7"}}'],
+)
+def test_an_answer_that_is_no_completion_is_an_error(raw: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a completion"):
+        read_prefill_answer(raw)

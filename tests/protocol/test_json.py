@@ -1,0 +1,34 @@
+"""JSON in and out: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.core.errors import ProtocolError
+from antiphon.protocol.json import decode, encode
+
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_values_come_back(value: object) -> None:
+    data = encode(value)
+    assert decode(data) == value
+    assert decode(memoryview(bytearray(data))) == value
+
+
+def test_it_is_compact_and_keeps_the_order_of_keys() -> None:
+    assert encode({"b": [1, None], "a": "é"}) == '{"b":[1,null],"a":"é"}'.encode()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"{}x", b"NaN", b"\xff", b'"\xff"', b'"\\ud800"', b"[" * 100_000])
+def test_what_is_not_json_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not valid JSON"):
+        decode(data)

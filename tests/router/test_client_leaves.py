@@ -1,0 +1,176 @@
+"""Clients that leave, at each stage: nothing is left at any engine, nothing runs on for nobody, and it is counted."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.router.stack import NOTHING_HELD, Stack, raw_request, sent, total, wait_for
+
+
+@pytest.fixture
+def calm(stack: Stack) -> Iterator[Stack]:
+    """The shared processes; at the end no lease may have run out, since each must have been given back."""
+    expired = [engine.state()["num_leases_expired"] for engine in stack.prefill]
+    yield stack
+    stack.settle()
+    assert [engine.state()["num_leases_expired"] for engine in stack.prefill] == expired
+
+
+def prompt() -> str:
+    """One that no engine has cached."""
+    return f"{random.random()} and what follows from it " * 20
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt(), "max_tokens": 400, "stream": True} | fields
+
+
+def disconnects(stack: Stack, stage: str) -> float:
+    return total(stack.router.metrics(), "client_disconnects_total", f"stage={stage}")
+
+
+def running(stack: Stack, role: str) -> int:
+    return sum(engine.state()["running"] for engine in stack.pool(role))
+
+
+def check_cancelled(stack: Stack) -> dict[str, Any]:
+    """The newest receipt says that the client left, and nothing is held anywhere a moment later."""
+    receipt = stack.router.latest()
+    assert (receipt["outcome"], receipt["status"]) == ("cancelled", None)
+    stack.settle()
+    wait_for(lambda: total(stack.router.metrics(), "active_requests") == 0, "no request in progress")
+    assert total(stack.router.metrics(), "engine_active_requests") == 0
+    return receipt
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_while_the_prefill_runs(calm: Stack, stream: bool) -> None:
+    before = disconnects(calm, "prefilling")
+    decoded = [engine.state()["requests"] for engine in calm.decode]
+    calm.fault("prefill", "slow", factor=10_000)  # 10 s
+    with sent(calm.router.port, raw_request("/v1/completions", body(stream=stream))):
+        wait_for(lambda: running(calm, "prefill") == 1, "the prefill runs")
+    receipt = check_cancelled(calm)
+    assert receipt["decode"] is None
+    assert receipt["ms"]["total"] < 8000
+    assert disconnects(calm, "prefilling") == before + 1
+    assert [engine.state()["requests"] for engine in calm.decode] == decoded
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_before_the_first_token(calm: Stack, stream: bool) -> None:
+    """The decode engine has pulled, or will within the grace period; then the request is cancelled there."""
+    before, kept = disconnects(calm, "decoding"), calm.router.metrics()
+    calm.fault("decode", "slow", factor=3000)  # 3 s a token
+    with sent(calm.router.port, raw_request("/v1/completions", body(stream=stream))):
+        wait_for(lambda: running(calm, "decode") == 1, "the decode engine has it")
+    receipt = check_cancelled(calm)
+    assert receipt["decode"] is not None
+    assert disconnects(calm, "decoding") == before + 1
+    name = "handovers_completed_after_disconnect_total"
+    assert total(calm.router.metrics(), name) == total(kept, name) + 1
+
+
+def test_in_the_middle_of_a_stream(calm: Stack) -> None:
+    before, kept = disconnects(calm, "decoding"), calm.router.metrics()
+    calm.fault("decode", "slow", factor=20)
+    with sent(calm.router.port, raw_request("/v1/completions", body())) as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+        began = time.monotonic()
+    receipt = check_cancelled(calm)
+    assert time.monotonic() - began < 5.0  # the whole answer takes 8 s
+    assert receipt["num_events"] >= 1
+    assert disconnects(calm, "decoding") == before + 1
+    # The hand-over was over before the client left.
+    name = "handovers_completed_after_disconnect_total"
+    assert total(calm.router.metrics(), name) == total(kept, name)
+
+
+def test_in_the_middle_of_an_answer_that_one_engine_serves_alone(calm: Stack) -> None:
+    before = disconnects(calm, "decoding")
+    calm.fault("decode", "slow", factor=20)
+    with sent(calm.router.port, raw_request("/v1/completions", body(n=3))) as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 200")
+    assert check_cancelled(calm)["path"] == "local"
+    assert disconnects(calm, "decoding") == before + 1
+
+
+def test_with_a_reset_and_with_a_half_closed_connection(calm: Stack) -> None:
+    calm.fault("decode", "slow", factor=20)
+    with sent(calm.router.port, raw_request("/v1/completions", body())) as sock:
+        assert sock.recv(65536)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    check_cancelled(calm)
+    with sent(calm.router.port, raw_request("/v1/completions", body())) as sock:
+        assert sock.recv(65536)
+        sock.shutdown(socket.SHUT_WR)
+        check_cancelled(calm)
+
+
+def test_at_once_after_sending(calm: Stack) -> None:
+    """The request and the end of the connection often arrive together: it must not run for nobody."""
+    before = total(calm.router.metrics(), "requests_total", "outcome=cancelled")
+    calm.fault("decode", "slow", factor=50)  # an answer takes 20 s
+    for number in range(30):
+        fields = {"n": 2} if number % 2 else {}
+        with sent(calm.router.port, raw_request("/v1/completions", body(**fields))):
+            pass
+    wait_for(
+        lambda: total(calm.router.metrics(), "requests_total", "outcome=cancelled") == before + 30,
+        "all thirty are cancelled",
+    )
+    check_cancelled(calm)
+
+
+def test_at_random_moments_while_others_stay(calm: Stack) -> None:
+    """Forty that leave between zero and forty milliseconds after sending; what the others get is whole."""
+    chance = random.Random(11)
+    calm.fault("decode", "slow", factor=2)
+    for number in range(40):
+        request = raw_request("/v1/completions", body(max_tokens=60, stream=bool(number % 3)))
+        with sent(calm.router.port, request) as sock:
+            sock.settimeout(chance.random() * 0.04)
+            try:
+                while sock.recv(65536):
+                    pass
+            except TimeoutError:
+                pass
+        if number % 10 == 0:
+            mine = prompt()
+            assert calm.router.complete(mine, 5, stream=True).text == calm.decode[0].text(mine, 5)
+    wait_for(lambda: total(calm.router.metrics(), "active_requests") == 0, "no request in progress")
+    # A prefill that ends just as its cancellation arrives is held for a lease: at most a few, and they are its own.
+    held = wait_for(
+        lambda: (
+            [{key: engine.state()[key] for key in NOTHING_HELD} for engine in calm.engines]
+            if not running(calm, "prefill") + running(calm, "decode")
+            else None
+        ),
+        "nothing runs",
+    )
+    assert sum(state["leases"] for state in held) <= 3
+    if any(state["leases"] for state in held):
+        calm.settle(timeout_s=40.0)
+
+
+def test_while_reading_slowly(calm: Stack) -> None:
+    """Nothing is read and then the connection closed: the answer, of some hundred kilobytes, was on its way."""
+    with sent(calm.router.port, raw_request("/v1/completions", body(max_tokens=3000))):
+        wait_for(lambda: running(calm, "decode") == 1, "the decode engine has it")
+        wait_for(lambda: calm.router.ask("GET", "/receipts").json["receipts"][0]["decode"], "it is decoding")
+    check_cancelled(calm)
+
+
+def test_an_error_that_nobody_waits_for(calm: Stack) -> None:
+    calm.fault("prefill", "hang")
+    with sent(calm.quick.port, raw_request("/v1/completions", body())):
+        wait_for(lambda: total(calm.quick.metrics(), "active_requests") == 1, "it is in progress")
+    wait_for(lambda: total(calm.quick.metrics(), "active_requests") == 0, "it is not")
+    assert calm.quick.latest()["outcome"] in ("cancelled", "failed")

@@ -1,0 +1,223 @@
+"""Every way in which an engine fails, and what the client is told: a truthful status, or an error event in a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.router.stack import Answer, RouterProcess, Stack, address_of, text_of, total
+
+PROMPT = "What do you make of this?"
+TOKENS = 6
+
+
+def ask_for(router: RouterProcess, *, stream: bool, path: str = "/v1/completions") -> Answer:
+    body = {"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS, "stream": stream}
+    return router.ask("POST", path, body)
+
+
+def check_names_no_engine(stack: Stack, answer: Answer) -> None:
+    """The engines' addresses are for the receipt and the log only."""
+    text = answer.body.decode()
+    assert "127.0.0.1" not in text
+    for engine in stack.engines:
+        assert str(engine.port) not in text
+        assert str(engine.side_channel_port) not in text
+
+
+def failures(router: RouterProcess, role: str) -> float:
+    return total(router.metrics(), "engine_errors_total", f"role={role}")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "status", "error_type", "code", "metric"),
+    [
+        ("respond_500", 502, "upstream_error", "prefill_error", "status"),
+        ("respond_503", 503, "service_unavailable", "prefill_overloaded", "status"),
+        ("garbage", 502, "upstream_error", "prefill_bad_answer", "garbage"),
+        ("reset", 502, "upstream_error", "prefill_lost", "lost"),
+        ("cut_mid_stream", 502, "upstream_error", "prefill_lost", "lost"),
+        ("hang", 504, "timeout_error", "prefill_timeout", "timeout"),
+        ("hang_mid_stream", 504, "timeout_error", "prefill_timeout", "timeout"),
+    ],
+)
+def test_prefill_engine_fails(
+    stack: Stack, kind: str, status: int, error_type: str, code: str, metric: str, stream: bool
+) -> None:
+    router = stack.quick
+    before = total(router.metrics(), "engine_errors_total", "role=prefill", f"kind={metric}")
+    decode_before = [engine.state()["requests"] for engine in stack.decode]
+    stack.fault("prefill", kind)
+    answer = ask_for(router, stream=stream)
+    assert answer.status == status
+    assert (answer.error["type"], answer.error["code"]) == (error_type, code)
+    assert ("retry-after" in answer.headers) == (status == 503)
+    check_names_no_engine(stack, answer)
+    receipt = router.receipt(answer)
+    assert (receipt["outcome"], receipt["status"]) == ("failed", status)
+    assert receipt["error"]
+    assert receipt["prefill"] in [address_of(engine) for engine in stack.prefill]
+    assert receipt["decode"] is None
+    assert [engine.state()["requests"] for engine in stack.decode] == decode_before
+    assert total(router.metrics(), "engine_errors_total", "role=prefill", f"kind={metric}") == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "status", "error_type", "code", "metric"),
+    [
+        # What a decode engine answers is the client's answer, whatever its status.
+        ("respond_500", 500, "InternalServerError", 500, "status"),
+        ("respond_503", 503, "ServiceUnavailableError", 503, "status"),
+        ("garbage", 502, "upstream_error", "decode_bad_answer", "garbage"),
+        ("reset", 502, "upstream_error", "decode_lost", "lost"),
+        ("cut_mid_stream", 502, "upstream_error", "decode_lost", "lost"),
+        ("hang", 504, "timeout_error", "decode_timeout", "timeout"),
+        ("hang_mid_stream", 504, "timeout_error", "decode_timeout", "timeout"),
+    ],
+)
+def test_decode_engine_fails_before_its_answer(
+    stack: Stack, kind: str, status: int, error_type: str, code: Any, metric: str, stream: bool
+) -> None:
+    router = stack.quick
+    if stream and kind.endswith("_mid_stream"):
+        pytest.skip("needs a stream that has begun: the next test")
+    before = total(router.metrics(), "engine_errors_total", "role=decode", f"kind={metric}")
+    stack.fault("decode", kind)
+    answer = ask_for(router, stream=stream)
+    assert answer.status == status
+    assert (answer.error["type"], answer.error["code"]) == (error_type, code)
+    assert ("retry-after" in answer.headers) == (status == 503)
+    check_names_no_engine(stack, answer)
+    receipt = router.receipt(answer)
+    assert (receipt["outcome"], receipt["status"]) == ("failed", status)
+    assert receipt["error"]
+    assert receipt["decode"] in [address_of(engine) for engine in stack.decode]
+    assert total(router.metrics(), "engine_errors_total", "role=decode", f"kind={metric}") == before + 1
+    # The engine never saw the handle, so that the prefill engine keeps the KV until its lease ends.
+    for engine in stack.prefill:
+        engine.json("POST", "/simulated/fault", {"kind": "clear"})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("reset", 502), ("cut_mid_stream", 502), ("hang_mid_stream", 504)],
+    ids=lambda value: str(value),
+)
+def test_decode_engine_fails_in_the_middle_of_a_stream(stack: Stack, kind: str, status: int, path: str) -> None:
+    router = stack.quick
+    whole = ask_for(router, stream=True, path=path).events
+    before = router.metrics()
+    stack.fault("decode", kind, after_events=3)
+    answer = ask_for(router, stream=True, path=path)
+    assert answer.status == 200  # it had been sent
+    assert not answer.is_cut
+    *events, error, done = answer.events
+    assert done == "[DONE]"
+    assert set(error) == {"error"}
+    assert error["error"]["code"] == status
+    assert len(events) <= 3
+    assert [event["choices"] for event in events] == [event["choices"] for event in whole[: len(events)]]
+    check_names_no_engine(stack, answer)
+    receipt = router.receipt(answer)
+    assert (receipt["outcome"], receipt["status"]) == ("failed", 200)
+    assert receipt["error"]
+    after = router.metrics()
+    assert total(after, "stream_truncations_total") == total(before, "stream_truncations_total") + 1
+
+
+@pytest.mark.parametrize("after_events", [1, 2, 5, 6])
+def test_no_whole_event_that_the_engine_sent_in_time_is_lost(stack: Stack, after_events: int) -> None:
+    """The engine goes silent with its connection open, so that everything it sent has arrived."""
+    stack.fault("decode", "hang_mid_stream", after_events=after_events)
+    answer = ask_for(stack.quick, stream=True)
+    assert len(answer.events) == after_events + 2
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_too_many_requests_is_passed_on(stack: Stack, role: str) -> None:
+    stack.fault(role, "respond_429")
+    answer = ask_for(stack.quick, stream=False)
+    assert answer.status == 429
+    assert answer.error["type"] == "TooManyRequestsError"
+    assert answer.headers["retry-after"] == "1"
+    receipt = stack.quick.receipt(answer)
+    assert receipt["status"] == 429
+    assert (receipt["decode"] is None) == (role == "prefill")
+
+
+def test_prefill_without_a_handle_is_served_and_said(stack: Stack) -> None:
+    right = ask_for(stack.quick, stream=False).text
+    before = stack.quick.metrics()
+    stack.fault("prefill", "no_kv_params")
+    answer = ask_for(stack.quick, stream=False)
+    assert answer.text == right
+    assert (answer.headers["x-antiphon-path"], answer.headers["x-antiphon-reason"]) == ("pd", "no_handle")
+    receipt = stack.quick.receipt(answer)
+    assert "no kv_transfer_params" in receipt["error"]
+    assert receipt["outcome"] == "completed"
+    after = stack.quick.metrics()
+    labels = ("path=pd", "reason=no_handle")
+    assert total(after, "path_total", *labels) == total(before, "path_total", *labels) + 1
+
+
+def test_an_engine_that_cannot_load_the_kv_says_so(stack: Stack) -> None:
+    """The prefill engine forgets the KV before it is pulled, as after a lease that ended."""
+    prompt = "a prompt that no engine has seen before " * 4
+    for engine in stack.engines:
+        engine.json("POST", "/reset_prefix_cache")
+    right = stack.decode[0].text(prompt, TOKENS)
+    assert stack.quick.complete(prompt, TOKENS).text == right
+
+
+def test_slow_is_not_dead(stack: Stack) -> None:
+    """Longer in all than each deadline of this router, and never silent for that long."""
+    stack.fault("decode", "slow", factor=60)  # 60 ms a token
+    answer = stack.quick.complete(PROMPT, 12, stream=True)
+    assert len(text_of(answer.events).split()) > 1
+    receipt = stack.quick.receipt(answer)
+    assert receipt["outcome"] == "completed"
+    assert receipt["ms"]["total"] > 500
+
+
+def test_unknown_model_is_the_prefill_engines_verdict(stack: Stack) -> None:
+    before = [engine.state()["requests"] for engine in stack.decode]
+    answer = stack.router.complete("x", model="another")
+    assert answer.status == 404
+    assert "`another` does not exist" in answer.error["message"]
+    assert [engine.state()["requests"] for engine in stack.decode] == before
+    receipt = stack.router.receipt(answer)
+    assert (receipt["outcome"], receipt["status"], receipt["decode"]) == ("completed", 404, None)
+
+
+def test_unknown_model_on_the_local_path_is_the_decode_engines_verdict(stack: Stack) -> None:
+    answer = stack.router.complete("x", model="another", n=2)
+    assert answer.status == 404
+    assert "`another` does not exist" in answer.error["message"]
+
+
+@pytest.mark.parametrize("value", ["{}", '{"do_remote_prefill":true}', "1", "[]", '""', "false"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings"])
+def test_a_handle_of_the_client_is_refused(stack: Stack, path: str, value: str) -> None:
+    before = stack.requests()
+    for key in ("kv_transfer_params", "kv_transfer_p\\u0061rams"):
+        body = f'{{"prompt":"x","n":2,"kv_transfer_params":null,"{key}":{value}}}'.encode()
+        answer = stack.router.ask("POST", path, body)
+        assert answer.status == 400
+        assert answer.error["param"] == "kv_transfer_params"
+        assert answer.error["type"] == "invalid_request_error"
+    assert stack.requests() == before
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"null", b'{"prompt":"\xff"}', b'{"a":' * 5000, b"\x00"])
+def test_a_body_that_is_no_json_object_is_refused(stack: Stack, body: bytes) -> None:
+    before = stack.requests()
+    for path in ("/v1/completions", "/tokenize"):
+        answer = stack.router.ask("POST", path, body)
+        assert answer.status == 400
+        assert (answer.error["type"], answer.error["code"]) == ("invalid_request_error", "invalid_json")
+        assert stack.router.receipt(answer)["outcome"] == "failed"
+    assert stack.requests() == before
