@@ -11,7 +11,7 @@ import uvloop
 from tests.engine.simulated_processes import EngineProcess
 from tests.router.stack import RouterProcess, Stack, urls
 
-ENGINE = {"prefill_overhead_ms": 1, "decode_token_ms": 1, "max_model_len": 20_000, "lease_s": 30}
+ENGINE = {"prefill_overhead_ms": 1, "decode_token_ms": 1, "max_model_len": 20_000, "lease_s": 4}
 
 
 @pytest.fixture(scope="session")

@@ -150,10 +150,13 @@ async def engine(script: Callable[[Seen, Wire], Awaitable[None]]) -> AsyncIterat
 async def routing(
     prefill: list[ScriptedEngine], decode: list[ScriptedEngine], **knobs: object
 ) -> AsyncIterator[Router]:
-    """A router before these engines. Its listening port is ``router.port``."""
-    values: dict[str, object] = {"port": 0, "health_interval_s": 60.0, "drain_timeout_s": 0.0} | knobs
+    """A router before these engines, listening on ``router.spec.port``. It probes them once, and again and again only
+    where ``health_interval_s`` is given, so that a test can decide what the registry believes."""
+    values: dict[str, object] = {"port": 0, "drain_timeout_s": 0.0} | knobs
     pools = {"prefill": [each.url for each in prefill], "decode": [each.url for each in decode]}
     router = Router(RouterSpec.model_validate(values | pools))
+    if "health_interval_s" not in knobs:
+        router.engines.watch = asyncio.Event().wait  # type: ignore[assignment,method-assign]
     port = await router.start()
     router.spec = router.spec.model_copy(update={"port": port})
     try:
@@ -240,8 +243,11 @@ async def until(holds: Callable[[], object], what: str, timeout_s: float = WAIT_
 
 
 def newest(router: Router) -> dict[str, object]:
-    """The newest receipt."""
-    return router.receipts.latest(1)[0].as_dict()
+    """The newest receipt; its times are also found as ``prefill_ms`` and so on."""
+    shown = router.receipts.latest(1)[0].as_dict()
+    times = shown["ms"]
+    assert isinstance(times, dict)
+    return shown | {f"{name}_ms": value for name, value in times.items()}
 
 
 def counted(router: Router, name: str, **labels: str) -> float:

@@ -16,6 +16,8 @@ from antiphon.protocol.handoff import PREFILL_PARAMS
 from tests.protocol.json_texts import JsonText, object_texts, value_texts
 from tests.router.stack import Answer, Stack, address_of, ask, total
 
+pytestmark = pytest.mark.process
+
 CHAT = {"messages": [{"role": "user", "content": "Which way is the sea?"}], "max_tokens": 9}
 PREFILL_FIELDS = {
     "max_tokens": b"1",
@@ -176,11 +178,13 @@ def test_client_headers_reach_both_engines_except_what_concerns_the_connection(s
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 REQUEST_KEYS = (("prompt", '"one two three"'), ("max_tokens", "3"), ("user", '"\\u00e9/é"'), ("temperature", "1.10"))
+# The simulated engine reads numbers past the range of a double as an error.
+VALUES = value_texts.filter(lambda text: "1e400" not in text)
 UNKNOWN_KEYS = st.from_regex(r"x_[a-zé\"/]{0,6}", fullmatch=True)
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-@given(text=object_texts(UNKNOWN_KEYS, value_texts, REQUEST_KEYS, max_extra=4))
+@given(text=object_texts(UNKNOWN_KEYS, VALUES, REQUEST_KEYS, max_extra=4))
 def test_client_bytes_reach_both_engines_untouched(processes: Stack, text: JsonText) -> None:
     answer = processes.router.ask("POST", "/v1/completions", text.raw)
     assert answer.status == 200, answer.body

@@ -20,6 +20,7 @@ from antiphon.config.units import format_bytes
 CPU_KV_MEMORY_BYTES = 400_000_000
 """Enough for 4096 tokens of a small model in float32 several times over; registering 1 GB with NIXL takes seconds."""
 
+
 @dataclass(frozen=True)
 class Machine:
     """What the defaults depend on."""

@@ -96,7 +96,8 @@ class Admin:
             try:
                 response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
             except ConnectFailed:
-                self._registry.connection_refused(endpoint)
+                if not pool.is_full:  # else it is our own limit
+                    self._registry.connection_refused(endpoint)
                 continue
             except UpstreamError:
                 continue

@@ -10,7 +10,6 @@ decode request of one token if none was sent yet.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
@@ -24,7 +23,7 @@ from antiphon.protocol.body import Body, Buffer, scan
 from antiphon.protocol.handoff import PrefillAnswer, drain_fields, prefill_fields, read_prefill_answer
 from antiphon.router.engines import Engines
 from antiphon.router.headers import answer_headers, engine_request_id, forwarded_headers
-from antiphon.router.refusals import kind_of, refusal_of, send_refusal, status_refusal, unavailable
+from antiphon.router.refusals import handover_timeout, kind_of, refusal_of, send_refusal, status_refusal, unavailable
 from antiphon.router.relay import Relay
 from antiphon.routing.lifecycle import RequestLife, Stage
 from antiphon.routing.path import SINGLE_STAGE, choose_path
@@ -70,7 +69,7 @@ class Inference:
         self._engines = engines
         self._metrics = metrics
         self._receipts = receipts
-        self._clock = asyncio.get_running_loop().time
+        self._clock = time.monotonic  # uvloop's own clock counts whole milliseconds
         self._random = random.Random()  # ids need to be unique, not secret
         self.num_active = 0
 
@@ -84,6 +83,8 @@ class Inference:
         self._receipts.add(receipt)
         self.num_active += 1
         responder.on_disconnect = lambda: self._client_left(flight)
+        if responder.is_disconnected:  # before this began
+            self._client_left(flight)
         try:
             await self._serve(flight, may_split=may_split)
         except RequestRefused as refusal:
@@ -198,6 +199,11 @@ class Inference:
         except RequestRefused:
             self._metrics.handovers_abandoned.inc()
             raise
+        if self._clock() - flight.life.times[Stage.HANDING_OVER] > self._spec.handover_timeout_s:
+            # Its blocks may hold other requests' KV by now, and a pull would read that with no error.
+            self._engines.pool(endpoint).give_back(connection)
+            self._metrics.handovers_abandoned.inc()
+            raise handover_timeout()
         if flight.client_left:
             await self._drain(flight, endpoint, connection, body.splice(drain_fields(body, params)))
         else:

@@ -34,6 +34,16 @@ def unavailable(role: Role) -> RequestRefused:
     )
 
 
+def handover_timeout() -> RequestRefused:
+    """No decode engine could be reached while the prefill's KV was certain to be there."""
+    return RequestRefused(
+        "no decode engine could be reached in time for the hand-over",
+        status=504,
+        kind="timeout_error",
+        code="handover_timeout",
+    )
+
+
 def kind_of(error: UpstreamError) -> str:
     """The metric label of an engine's failure."""
     for cls, kind in _KINDS:

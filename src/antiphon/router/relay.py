@@ -12,6 +12,7 @@ Invariant: the relay ends once, with the engine's answer complete, an error, or 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import UpstreamError, UpstreamLost, UpstreamTimeout
@@ -58,7 +59,7 @@ class Relay:
         self._pending: list[bytes] = []
         self._tail = b""
         self._last = self._last_but_one = b""
-        self._began_s = self._last_byte_s = self._loop.time()
+        self._began_s = self._last_byte_s = time.monotonic()
         self._is_paused = False
         self.status = 0
         self.is_stream = False
@@ -92,8 +93,8 @@ class Relay:
         self.client_left = True
         self.left_before_first_byte = self.first_byte_s is None
         held_until = self._began_s + self._spec.abort_grace_s
-        if self._has_handle and self.first_byte_s is None and self._loop.time() < held_until:
-            self._arm(held_until - self._loop.time())
+        if self._has_handle and self.first_byte_s is None and time.monotonic() < held_until:
+            self._arm(held_until - time.monotonic())
         else:
             self._stop()
 
@@ -107,7 +108,7 @@ class Relay:
                 self.is_stream = status == 200 and value.startswith(EVENT_STREAM)
 
     def on_body(self, data: bytes) -> None:
-        self._last_byte_s = self._loop.time()
+        self._last_byte_s = time.monotonic()
         if self.first_byte_s is None:
             self.first_byte_s = self._last_byte_s
             if self.client_left:
@@ -225,7 +226,7 @@ class Relay:
         """A deadline may have passed: the grace after the client left, the first byte, or the gap between two bytes."""
         if self._over.done():
             return
-        now = self._loop.time()
+        now = time.monotonic()
         if self.client_left:
             self._stop()
             return
@@ -249,7 +250,7 @@ class Relay:
 
     def _resume(self) -> None:
         self._is_paused = False
-        self._last_byte_s = self._loop.time()
+        self._last_byte_s = time.monotonic()
         self._connection.resume()
 
     def _stop(self) -> None:

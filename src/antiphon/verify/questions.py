@@ -44,9 +44,9 @@ _STORY = (
 )
 
 QUESTIONS = (
-    Question("completion", "The capital of France is", 16),
-    Question("chat", "What is the largest planet of the solar system? Answer in one sentence.", 32),
-    Question("completion", _STORY + "In short, the history of bread shows that", 32, stream=True),
+    Question("completion", "Paris is the capital of France. Rome is the capital of Italy. Madrid is the capital of", 2),
+    Question("chat", "Name three fruits.", 24),
+    Question("chat", f"{_STORY}In which ancient country were workers paid in bread and beer?", 24, stream=True),
 )
 
 
