@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from click.testing import CliRunner
 
 from antiphon.cli.status import status
 from antiphon.supervisor import procfs
-from tests.router.stack import Answer, ask, text_of, wait_for
+from tests.router.stack import Answer, ask, quiet_ports, text_of, wait_for
 
 READY_TIMEOUT_S = 30.0
 LEASE_S = 6
@@ -44,19 +43,6 @@ supervisor:
   stop_grace_s: 5
   restart: {{backoff_first_s: 0.2, max_in_window: 50}}
 """
-
-
-def adjacent_ports(count: int) -> int:
-    """The first of ``count`` free ports in a row: the replicas of a pool on one host are counted up."""
-    for _ in range(200):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
-            first = 0
-            for offset in range(count):
-                probe = held.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", first + offset if first else 0))
-                first = first or probe.getsockname()[1]
-            return first
-    raise AssertionError(f"no {count} free ports in a row")
 
 
 def marked_pids(deployment: str) -> list[int]:
@@ -90,9 +76,9 @@ class Deployment:
     def __init__(self, folder: Path, preexec: Callable[[], None]) -> None:
         self.name = f"k{os.getpid()}-{random.randrange(10**6)}"
         self.state_dir = folder / "state"
-        self.router_port = adjacent_ports(1)
-        ports = {"p": adjacent_ports(2), "d": adjacent_ports(2), "router": self.router_port}
-        sides = {"p_side": adjacent_ports(2), "d_side": adjacent_ports(2)}
+        self.router_port = quiet_ports(1)
+        ports = {"p": quiet_ports(2), "d": quiet_ports(2), "router": self.router_port}
+        sides = {"p_side": quiet_ports(2), "d_side": quiet_ports(2)}
         spec = folder / "antiphon.yaml"
         spec.write_text(SPEC.format(name=self.name, state_dir=self.state_dir, lease_s=LEASE_S, **ports, **sides))
         argv = [sys.executable, "-m", "antiphon", "up", "--config", str(spec), "--quiet-logs"]

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from antiphon.cli.router import router as router_command
 from tests.engine.simulated_processes import EngineProcess
-from tests.router.stack import Answer, RouterProcess, raw_request, read_answer, text_of, urls, wait_for
+from tests.router.stack import Answer, RouterProcess, quiet_ports, raw_request, read_answer, text_of, urls, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -216,7 +216,7 @@ def again(start_engine: StartEngine, dead: EngineProcess, **flags: Any) -> Engin
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_engine_that_dies_and_comes_back(start_engine: StartEngine, start_router: Start, role: str) -> None:
-    engines = {each: start_engine(role=each) for each in ("prefill", "decode")}
+    engines = {each: start_engine(role=each, port=quiet_ports(1)) for each in ("prefill", "decode")}
     router = start_router(*urls([engines["prefill"]], "prefill"), *urls([engines["decode"]], "decode"), *QUICK)
     right = router.complete("x", 5).text
     engines[role].kill()
@@ -230,9 +230,8 @@ def test_engine_that_dies_and_comes_back(start_engine: StartEngine, start_router
     assert f"{role} engine 127.0.0.1:{engines[role].port} is ready" in router.log
 
 
-def test_engine_that_is_down_at_the_start_and_comes_later(
-    start_engine: StartEngine, start_router: Start, free_port: int
-) -> None:
+def test_engine_that_is_down_at_the_start_and_comes_later(start_engine: StartEngine, start_router: Start) -> None:
+    free_port = quiet_ports(1)
     router = start_router(*urls([start_engine()], "decode"), "--prefill", f"http://127.0.0.1:{free_port}", *QUICK)
     readiness = router.ask("GET", "/readiness")
     assert (readiness.status, readiness.json["reason"]) == (503, "no prefill engine is available")
@@ -259,7 +258,7 @@ def test_one_dead_engine_of_two_costs_no_request(start_engine: StartEngine, star
 def test_decode_engine_that_kills_itself_while_it_answers(
     start_engine: StartEngine, start_router: Start, after_events: int
 ) -> None:
-    prefill, decode = start_engine(role="prefill"), start_engine()
+    prefill, decode = start_engine(role="prefill"), start_engine(port=quiet_ports(1))
     router = start_router(*urls([prefill], "prefill"), *urls([decode], "decode"), *QUICK)
     decode.fault("die_mid_stream", after_events=after_events)
     answer = router.complete("x", 50, stream=True)
@@ -277,7 +276,7 @@ def test_decode_engine_that_kills_itself_while_it_answers(
 
 
 def test_prefill_engine_that_dies_in_the_middle_of_a_prefill(start_engine: StartEngine, start_router: Start) -> None:
-    prefill, decode = start_engine(role="prefill"), start_engine()
+    prefill, decode = start_engine(role="prefill", port=quiet_ports(1)), start_engine()
     router = start_router(*urls([prefill], "prefill"), *urls([decode], "decode"), *QUICK)
     prefill.fault("die_mid_stream")
     answer = router.complete("x", 3)

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import random
 import re
 import socket
 import subprocess
@@ -284,6 +285,23 @@ class Stack:
         """Header and body of the last inference request to an engine."""
         last = self.by_address[address].json("GET", "/simulated/last")
         return dict(last["headers"]), base64.b64decode(last["body"])
+
+
+def quiet_ports(count: int) -> int:
+    """The first of ``count`` free loopback ports in a row, none of which the kernel gives to outgoing connections.
+
+    A server that is to come back needs one: any client's connection may take another while nobody listens there, and
+    keeps it for a minute after its end.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as limits:
+        end = min(int(limits.read().split()[0]), 65536)
+    for _ in range(200):
+        first = random.randrange(10_000, max(end, 12_000) - count)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError(f"no {count} free ports in a row")
 
 
 def address_of(engine: EngineProcess) -> str:

@@ -90,6 +90,9 @@ def free_ports(wanted: dict[str, int]) -> dict[str, int]:
         for use, port in wanted.items():
             probe = socket.socket()
             held.append(probe)
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # an earlier run's closed connections do not count
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
@@ -201,7 +204,7 @@ class Demo:
         answer = await asker.ask(question)
         if self._first_answer_s is None:
             self._first_answer_s = self._clock()
-        self._say(f"  answer   {answer.text.strip()}")
+        self._say(f"  answer   {answer.shown()}")
         for line in answer.receipt_lines():
             self._say(line)
         return answer

@@ -26,6 +26,7 @@ class Question:
     text: str
     max_tokens: int
     stream: bool = False
+    stop: str | None = None
 
     def shown(self) -> str:
         """The question on one line."""
@@ -46,8 +47,16 @@ _STORY = (
 QUESTIONS = (
     Question("completion", "Paris is the capital of France. Rome is the capital of Italy. Madrid is the capital of", 2),
     Question("chat", "Name three fruits.", 24),
-    Question("chat", f"{_STORY}In which ancient country were workers paid in bread and beer?", 24, stream=True),
+    Question(
+        "chat",
+        f"Here is a text: {_STORY}In which ancient country was bread food and wages at once?",
+        max_tokens=32,
+        stream=True,
+        stop=".",
+    ),
 )
+
+_SOURCES = {"computed": "computed", "device": "from its prefix cache"}
 
 
 @dataclass(slots=True)
@@ -59,6 +68,10 @@ class Answer:
     id: str
     receipt: dict[str, Any]
 
+    def shown(self) -> str:
+        """The text, its further lines indented."""
+        return self.text.strip().replace("\n", "\n           ")
+
     def is_tagged(self) -> bool:
         """Whether the ``id`` names the prefill and the decode engine that the receipt names."""
         tag = f"___prefill_addr_{self.receipt['prefill']}___decode_addr_{self.receipt['decode']}_"
@@ -68,9 +81,9 @@ class Answer:
         """The receipt as the demo prints it."""
         receipt, times = self.receipt, self.receipt["ms"]
         tokens = receipt["tokens"]
-        sources = ", ".join(f"{num} {source}" for source, num in tokens["by_source"].items())
+        sources = ", ".join(f"{tokens['by_source'][source]} {words}" for source, words in _SOURCES.items())
         if times["handover"] is None:
-            after = "hand-over and first token are inside an answer that is not streamed"
+            after = "hand-over and first token not visible in a whole answer"
         else:
             after = f"hand-over {times['handover']:.0f} ms, first token {times['first_token']:.0f} ms"
         return [
@@ -139,6 +152,7 @@ class Asker:
             "max_tokens": question.max_tokens,
             "temperature": 0,
             "stream": question.stream,
+            "stop": question.stop,
             "extra_body": extra,
         }
         if question.kind == "chat":
