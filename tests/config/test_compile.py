@@ -104,7 +104,10 @@ def test_vllm_on_cuda() -> None:
         assert not {"--enforce-eager", "--block-size", "--kv-cache-dtype", "--max-model-len"} & flags(plan).keys()
         transfer = json.loads(flags(plan)["--kv-transfer-config"][0])
         assert (transfer["kv_buffer_device"], transfer["kv_load_failure_policy"]) == ("cuda", "recompute")
-        assert not {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "ANTIPHON_NIXL_PROGRESS_THREAD", "ANTIPHON_SPIN_WAIT"} & plan.env.keys()
+        assert (
+            not {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "ANTIPHON_NIXL_PROGRESS_THREAD", "ANTIPHON_SPIN_WAIT"}
+            & plan.env.keys()
+        )
         assert plan.unset_env == ()
     assert "--gpu-memory-utilization" not in flags(decode)
 
@@ -268,3 +271,12 @@ def test_compile_spec_raises_what_cannot_be_expressed() -> None:
     with pytest.raises(SpecError, match="not part of this version"):
         compile_spec(spec, LAPTOP)
     assert len(compile_spec(load_spec(None, {"model.path": "a/b"}), LAPTOP)) == 3
+
+
+def test_libraries_that_the_install_brought_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    (tmp_path / "native").mkdir()
+    plan = plans_of({"engine.python": f"{tmp_path}/bin/python"})["prefill-0"]
+    assert plan.env["LD_LIBRARY_PATH"] == f"{tmp_path}/native:/opt/lib"
+    (tmp_path / "native").rmdir()
+    assert "LD_LIBRARY_PATH" not in plans_of({"engine.python": f"{tmp_path}/bin/python"})["prefill-0"].env

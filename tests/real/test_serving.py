@@ -14,6 +14,7 @@ import random
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -149,6 +150,30 @@ async def test_models_tokenize_and_live_check(deployment: Deployment, http: http
     check = deployment.check_live()
     assert check.returncode == 0, check.stdout + check.stderr
     assert {row["state"] for row in deployment.status().values()} == {"ready"}
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time that the living processes of a session have used."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def test_an_idle_pair_leaves_the_cores_alone(deployment: Deployment) -> None:
+    pids = [deployment.status()[name]["pid"] for name in ("prefill-0", "decode-0")]
+    wait_for(lambda: deployment.prefill_metrics().kv_usage == 0, "nothing is held", LEASE_S + 10)
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1.5)  # vLLM itself looks out for a second before it rests
+    began, before = loop.time(), sum(map(cpu_seconds, pids))
+    await asyncio.sleep(4)
+    cores = (sum(map(cpu_seconds, pids)) - before) / (loop.time() - began)
+    assert cores < 0.4, f"{cores:.2f} cores busy with nothing to do"
 
 
 # ---- the same answers ------------------------------------------------------------------------------------------------

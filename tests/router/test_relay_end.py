@@ -1,14 +1,18 @@
-"""A relay that has ended leaves its connection alone: another request may be using it."""
+"""The two ends of a request's life as races find them: a client that has left before it began, and a relay that has
+ended and must leave its connection alone, since another request may be using it."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.observe.receipt import Receipt
 from antiphon.router.relay import Relay
+from antiphon.transport.http.message import HttpRequest
+from tests.router.scripted import counted, engine, newest, prefills, routing, streams
 
 
 class Connection:
@@ -35,7 +39,7 @@ class Client:
     """As much of a responder as a relay touches; it stalls on each write."""
 
     def __init__(self) -> None:
-        self.started = self.finished = self.is_stalled = False
+        self.started = self.finished = self.is_stalled = self.is_disconnected = False
         self.on_stall = self.on_resume = self.on_disconnect = None
 
     def start_stream(self, status: int, headers: object) -> None:
@@ -58,6 +62,20 @@ class Client:
         self.finished = True
 
 
+async def test_client_that_left_before_its_request_began_is_served_by_nobody() -> None:
+    client = Client()
+    client.is_disconnected = True
+    request = HttpRequest("POST", b"/v1/completions", "1.1")
+    request.body = b'{"prompt":"x","stream":true}'
+    async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router:
+        for may_split in (True, False):
+            await router.inference.serve(request, client, may_split=may_split)  # type: ignore[arg-type]
+            assert newest(router)["outcome"] == "cancelled"
+        assert p.seen == d.seen == []
+        assert router.inference.num_active == 0
+        assert counted(router, "client_disconnects_total", stage="received") == 2
+
+
 @pytest.mark.parametrize("late", ["leave", "timer"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_nothing_is_done_to_the_connection_after_the_answer(late: str, stream: bool) -> None:
@@ -75,8 +93,8 @@ async def test_nothing_is_done_to_the_connection_after_the_answer(late: str, str
     if late == "leave":
         relay.leave()
     else:
+        time.sleep(0.003)  # past the deadline, without letting the loop run
         relay._check()
-        await asyncio.sleep(0.01)
     await run
     assert connection.done == ["start"]
     assert relay.error is None

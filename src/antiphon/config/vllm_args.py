@@ -7,6 +7,7 @@ a CPU installation does not have.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
     }
     if looks_like_folder(model.path) or Path(model.path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+    native = Path(engine.spec.python).parent.parent / "native"
+    if native.is_dir():
+        # Where the system has no libnuma, the install puts one there.
+        env["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(native), os.environ.get("LD_LIBRARY_PATH", "")]))
     if engine.device == "cpu":
         # Pinning to cores makes engines that share a host wait for each other.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -21,8 +21,6 @@ VARIABLE = "ANTIPHON_SPIN_WAIT"
 REST_S = 0.0001
 """Long enough to leave the core, short beside a step."""
 
-_MODULES = ("vllm.distributed.utils", "vllm.distributed.device_communicators.shm_broadcast")
-
 log = logging.getLogger("antiphon.connector")
 
 
@@ -34,9 +32,14 @@ def install() -> None:
     """Do what the environment asks for; says so in the log when it cannot."""
     if os.environ.get(VARIABLE) != "0":
         return
-    for name in _MODULES:
-        module: Any = importlib.import_module(name)
-        if not callable(getattr(module, "sched_yield", None)):
-            log.warning("%s.sched_yield is not there in this vLLM: its processes go on yielding in a loop", name)
-            continue
-        module.sched_yield = _rest
+    modules: tuple[Any, ...] = (
+        importlib.import_module("vllm.distributed.utils"),
+        importlib.import_module("vllm.distributed.device_communicators.shm_broadcast"),
+    )
+    for module in modules:
+        if callable(getattr(module, "sched_yield", None)):
+            module.sched_yield = _rest
+        else:
+            log.warning(
+                "%s.sched_yield is not there in this vLLM: its processes go on yielding in a loop", module.__name__
+            )
