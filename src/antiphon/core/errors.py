@@ -5,6 +5,14 @@
     ├── StartError         a process did not become ready
     ├── ProtocolError      a peer or a client sent something malformed
     │   └── RequestRefused     a client's request is refused, with the HTTP status to send
+    ├── CacheError         a call to the cache is refused; the caller goes on without reuse
+    │   ├── CapacityExceeded   no room now: the arena, or the caller's share of it, is held by others
+    │   ├── QuotaExceeded      the tenant's quota is full of what cannot be evicted
+    │   ├── LayoutMismatch     the call and what is registered differ in meaning: layout, model or tenant
+    │   ├── ConnectionUnknown  the connection is not attached
+    │   ├── LeaseUnknown       there is no such lease, or it has ended
+    │   ├── NotOwner           the lease belongs to another request or engine
+    │   └── StaleHandle        the region was given to something else, or the writer holds no reservation on it
     └── UpstreamError      an engine failed while it served a request
         ├── ConnectFailed      no connection was made: no byte of the request was written
         ├── UpstreamLost       the connection ended before the response was complete
@@ -77,6 +85,38 @@ class RequestRefused(ProtocolError):
         self.kind = kind
         self.code = code
         self.param = param
+
+
+class CacheError(AntiphonError):
+    """A call to the cache is refused. Nothing was changed by it; the caller goes on without reuse."""
+
+
+class CapacityExceeded(CacheError):
+    """No room now: the arena, or the caller's share of it, is held by leases, reservations and quarantine."""
+
+
+class QuotaExceeded(CacheError):
+    """The tenant's quota is full of what cannot be evicted."""
+
+
+class LayoutMismatch(CacheError):
+    """The call and what is registered differ in meaning: layout, model or tenant."""
+
+
+class ConnectionUnknown(CacheError):
+    """The connection is not attached."""
+
+
+class LeaseUnknown(CacheError):
+    """There is no such lease, or it has ended."""
+
+
+class NotOwner(CacheError):
+    """The lease belongs to another request or engine."""
+
+
+class StaleHandle(CacheError):
+    """The region was given to something else, or the writer holds no reservation on it."""
 
 
 class UpstreamError(AntiphonError):

@@ -29,8 +29,10 @@ class Question:
     stop: str | None = None
 
     def shown(self) -> str:
-        """The question on one line."""
-        return textwrap.shorten(self.text, 96, placeholder=" …")
+        """The question on one line, a long one without its middle."""
+        if len(self.text) <= 100:
+            return self.text
+        return f"{textwrap.shorten(self.text, 44, placeholder='')} … {self.text[-56:].partition(' ')[2]}"
 
 
 _STORY = (

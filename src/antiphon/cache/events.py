@@ -1,0 +1,174 @@
+"""What comes in: calls of engines, and facts that the shell has seen. Values only.
+
+Every event is answered by exactly one reply (``effects``), the first effect of its step. Keys and namespaces are digests
+(``core.chunks``, ``core.namespace``); the caller chains them, and the cache checks that a key, its namespace, the
+tenant and the layout belong together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+from antiphon.cache.arena import RegionHandle
+from antiphon.core.chunks import ChunkKey
+from antiphon.core.chunks_layout import ChunkLayout
+from antiphon.core.namespace import NamespaceDigest
+
+ConnectionId = NewType("ConnectionId", int)
+"""Names a connection; the shell gives each a new one."""
+
+LeaseId = NewType("LeaseId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineId:
+    """One life of an engine: its name, and the incarnation of this start."""
+
+    name: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A process of an engine registers.
+
+    Args:
+        connection: new.
+        engine: shared by all processes of one engine.
+        model: served model name, by which ``Clear`` can select.
+        chunk_size_tokens: must be the cache's.
+        layout: the same for all processes of the engine.
+        slabs: the slabs that this process writes; empty for one that only looks up (a scheduler).
+    """
+
+    connection: ConnectionId
+    engine: EngineId
+    model: str
+    chunk_size_tokens: int
+    layout: ChunkLayout
+    slabs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The peer's end of file was seen: the process is gone or will touch the arena no more.
+
+    It must not be sent because this side closed the socket: such a process may still be copying.
+    """
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How much of this prefix is readable? What is reported is leased to the request.
+
+    Args:
+        request: the engine's id of the request, owner of the lease.
+        tenant: whose quota and statistics; a namespace belongs to one tenant.
+        keys: the prefix from its first chunk on.
+    """
+
+    connection: ConnectionId
+    request: str
+    namespace: NamespaceDigest
+    tenant: str
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The owner needs the lease no more, and its copies have ended or were announced by ``CopyBegan``."""
+
+    connection: ConnectionId
+    request: str
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBegan:
+    """A process of the owner's engine copies out of the leased regions. Refused once the lease has ended."""
+
+    connection: ConnectionId
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnded:
+    """That copy has ended, well or not: its process touches the regions no more."""
+
+    connection: ConnectionId
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Which of these chunks are resident, and which should this process write?
+
+    Args:
+        parent: key of the chunk before the first of ``keys``; None where that is the first chunk of the sequence.
+        keys: consecutive chunks of one sequence.
+    """
+
+    connection: ConnectionId
+    namespace: NamespaceDigest
+    tenant: str
+    parent: ChunkKey | None
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The copies into these reserved regions are complete. All or none: one stale handle refuses the call."""
+
+    connection: ConnectionId
+    regions: tuple[RegionHandle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The writer gives these reservations up, and writes to their regions no more. All or none, as ``Commit``."""
+
+    connection: ConnectionId
+    regions: tuple[RegionHandle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget chunks: of one tenant, of one model, of both, or, with neither, all."""
+
+    tenant: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaGrew:
+    """The shell has populated more of the arena.
+
+    Args:
+        usable_bytes: bytes populated from the start of the arena, never less than before.
+    """
+
+    usable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. Every step looks at the time; this one does nothing else."""
+
+
+Event = (
+    Attach
+    | Detach
+    | Lookup
+    | Release
+    | CopyBegan
+    | CopyEnded
+    | Reserve
+    | Commit
+    | Abort
+    | Clear
+    | ArenaGrew
+    | Tick
+)
