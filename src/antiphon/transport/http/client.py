@@ -370,7 +370,7 @@ class HttpPool:
 def request_head(method: str, target: str, authority: str, headers: Headers, *, length: int | None) -> bytes:
     """A request head from the request line to the empty line; ``length`` None leaves ``content-length`` out."""
     parts = [f"{method} {target} HTTP/1.1\r\nhost: {authority}\r\n".encode("latin-1")]
-    parts.extend([b"%b: %b\r\n" % field for field in headers])
+    parts.extend([name + b": " + value + b"\r\n" for name, value in headers])
     if length is not None:
         parts.append(b"content-length: %d\r\n" % length)
     parts.append(b"\r\n")

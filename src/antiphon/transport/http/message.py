@@ -110,6 +110,6 @@ class HttpResponse:
 def head_bytes(status: int, headers: Headers) -> bytes:
     """A response head, from the status line to the empty line."""
     parts = [b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b"Unknown"))]
-    parts.extend([b"%b: %b\r\n" % field for field in headers])
+    parts.extend([name + b": " + value + b"\r\n" for name, value in headers])
     parts.append(b"\r\n")
     return b"".join(parts)
