@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -152,28 +152,30 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
 class RouterProcess:
     """One running router."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log_path: str, port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
         self.process = process
-        self.port = port
-        self._log_path = log_path
+        self.port = 0
+        self._log = log
 
     @classmethod
     def start(cls, preexec: Preexec, *flags: str) -> RouterProcess:
         """Start a router on a free port with the command line of vllm-router and ``flags``; wait until it listens."""
-        process, log_path = launch_router(preexec, "--port", "0", *flags)
+        argv = [sys.executable, "-m", "antiphon", "router", "--policy", "round_robin", "--vllm-pd-disaggregation"]
+        log = tempfile.NamedTemporaryFile(prefix="router-", suffix=".log")  # noqa: SIM115 (gone when the object is)
+        router = cls(subprocess.Popen([*argv, "--port", "0", *flags], stderr=log, preexec_fn=preexec), log)
 
         def listens() -> int:
-            with open(log_path) as log:
-                text = log.read()
-            found = re.search(r"engines on http://\S+:(\d+)", text)
-            assert process.poll() is None, text
+            found = re.search(r"engines on http://\S+:(\d+)", router.log)
+            assert router.process.poll() is None, router.log
             return int(found[1]) if found else 0
 
-        return cls(process, log_path, wait_for(listens, "the router listens", START_TIMEOUT_S))
+        router.port = wait_for(listens, "the router listens", START_TIMEOUT_S)
+        return router
 
     @property
     def log(self) -> str:
-        with open(self._log_path) as log:
+        """What it wrote to stderr so far."""
+        with open(self._log.name) as log:
             return log.read()
 
     def ask(self, method: str, path: str, body: Any = None, **rest: Any) -> Answer:
@@ -205,30 +207,11 @@ class RouterProcess:
     def metrics(self) -> dict[str, float]:
         return metrics_of(self.port)
 
-    def cpu_s(self) -> float:
-        """CPU seconds used so far."""
-        with open(f"/proc/{self.process.pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / 100
-
-    def rss_bytes(self) -> int:
-        """Resident memory."""
-        with open(f"/proc/{self.process.pid}/statm") as statm:
-            return int(statm.read().split()[1]) * 4096
-
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         return self.process.wait(10)
-
-
-def launch_router(preexec: Preexec, *flags: str) -> tuple[subprocess.Popen[bytes], str]:
-    """Start ``antiphon router`` and do not wait; its process and the path of what it writes to stderr."""
-    argv = [sys.executable, "-m", "antiphon", "router", "--policy", "round_robin", "--vllm-pd-disaggregation", *flags]
-    with tempfile.NamedTemporaryFile(prefix="router-", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(argv, stderr=log, preexec_fn=preexec)
-    return process, log.name
 
 
 @dataclass

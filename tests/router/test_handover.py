@@ -173,7 +173,9 @@ async def test_grace_has_an_end() -> None:
             client.send()
             await until(lambda: d.seen, "the decode engine was asked")
         await until(lambda: d.num_left == 1, "its connection is closed")
-        await until(lambda: newest(router)["outcome"] == "cancelled", "the request is over")
+        await until(lambda: newest(router)["outcome"], "the request is over")
+        assert newest(router)["outcome"] == "cancelled"
+        assert router.registry.pools["decode"][0].num_active == 0
 
 
 async def test_without_a_handle_a_client_that_leaves_is_let_go_at_once() -> None:
