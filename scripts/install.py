@@ -378,11 +378,12 @@ class Environment:
 
 
 def is_cuda_torch(site: Path) -> bool:
-    """Whether PyTorch is there in its CUDA build, as an index without the CPU build offers it. It runs on a CPU as well,
-    but does not import without its GPU libraries, which the lock leaves out.
+    """Whether PyTorch is there in its CUDA build, as an index without the CPU build offers it. It runs on a CPU as
+    well, but does not import without its GPU libraries, which the lock leaves out.
     """
     version_file = site / "torch" / "version.py"
-    return version_file.exists() and bool(re.search(r"^cuda\b[^=]*=\s*['\"]", version_file.read_text(), re.MULTILINE))
+    is_cuda = re.compile(r"^cuda\b[^=]*=\s*['\"]", re.MULTILINE)
+    return version_file.exists() and is_cuda.search(version_file.read_text()) is not None
 
 
 def explain_pip_failure(tail: list[str], log_path: Path) -> str:
