@@ -1,10 +1,10 @@
 """A vLLM plug-in that lets vLLM's processes rest while they wait for each other, instead of yielding in a loop.
 
 vLLM's engine core and its worker exchange messages through shared memory; who waits calls ``sched_yield`` in a tight
-loop for a second before it sleeps. On a machine with a core for each process that saves microseconds. On a CPU machine
-these loops take the cores from the model, and Linux 6.18 charges a yielding process for the time that it gives up, so
-that one which has yielded for long is left without a core for seconds when it has work: hand-overs then take until the
-lease ends. A short sleep adds a fraction of a millisecond to a step that takes tens of them.
+loop for a second before it sleeps. On a machine with a core for each process that saves microseconds. On a small CPU
+machine these loops take the cores from the model, from the thread that answers NIXL handshakes and from NIXL itself:
+hand-overs were seen to take, now and then, until the prefill engine's lease ended. A short sleep adds a fraction of a
+millisecond to a step that takes tens of them.
 
 In force where ``ANTIPHON_SPIN_WAIT`` is ``0``, which the compiler sets for CPU engines; otherwise nothing is touched.
 """
