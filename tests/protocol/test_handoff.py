@@ -49,8 +49,6 @@ def test_prefill_overrides_what_would_make_it_more_than_a_prefill() -> None:
         "min_tokens": 1,
         "stream": False,
         "stream_options": None,
-        "logprobs": None,
-        "top_logprobs": None,
         "kv_transfer_params": PARAMS,
     }
 
@@ -105,3 +103,9 @@ def test_counts_that_are_there_are_read(raw: bytes, prompt_tokens: int | None, c
 def test_an_answer_that_is_no_completion_is_an_error(raw: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a completion"):
         read_prefill_answer(raw)
+
+
+def test_what_a_decode_engine_would_refuse_is_left_for_the_prefill_engine_to_refuse() -> None:
+    for client in ('{"stream_options":{}}', '{"stream":false,"stream_options":{}}', '{"top_logprobs":99}'):
+        kept = {key: value for key, value in json.loads(client).items() if key != "stream"}
+        assert kept.items() <= prefill_body(client).items()

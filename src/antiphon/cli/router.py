@@ -29,11 +29,12 @@ def router(**params: Any) -> None:
         level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     log = logging.getLogger("antiphon.router")
-    if not is_loopback(spec.host) and spec.admin_key_file is None:
+    if not is_loopback(spec.host):
         log.warning(
-            "listening on %s without a key: anybody who reaches it may use the inference routes. "
-            "Receipts, metrics and status answer on this machine only",
+            "listening on %s without client keys: anybody who reaches it may use the inference routes. "
+            "Receipts, metrics and status are %s",
             spec.host,
+            "for this machine only" if spec.admin_key_file is None else "for who shows the admin key",
         )
 
     def announce(port: int) -> None:

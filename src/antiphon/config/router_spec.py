@@ -35,7 +35,7 @@ class RouterSpec(SpecModel):
         default="127.0.0.1",
         min_length=1,
         description="Address that the router listens on. Loopback by default, so that nothing is published by "
-        "accident; any other address needs admin_key_file or public_without_key.",
+        "accident; any other address needs public_without_key.",
     )
     port: int = Field(
         default=30000,
@@ -83,7 +83,7 @@ class RouterSpec(SpecModel):
         gt=0,
         le=86400,
         description="Seconds from sending a request to a decode engine to its first byte, 0 to 86400; "
-        "it includes queueing there.",
+        "it includes queueing there, and for an answer that is not streamed the whole of it.",
     )
     idle_timeout_s: float = Field(
         default=120.0,
@@ -138,13 +138,13 @@ class RouterSpec(SpecModel):
         description="Seconds an engine may take to answer a health check, 0 to 600; a busy CPU is slow, not dead.",
     )
     drain_timeout_s: float = Field(
-        default=30.0,
+        default=20.0,
         ge=0,
         le=3600,
         description="Seconds that requests in flight may take to end when the router stops, 0 to 3600.",
     )
     handover_timeout_s: float = Field(
-        default=30.0,
+        default=20.0,
         gt=0,
         le=3600,
         description="Seconds after the prefill answered in which its KV may still be handed to a decode engine, "
@@ -164,8 +164,8 @@ class RouterSpec(SpecModel):
     )
     public_without_key: bool = Field(
         default=False,
-        description="Allow an address other than loopback without admin_key_file; then only the inference routes "
-        "are public.",
+        description="Allow an address other than loopback, although there are no client keys in this version: anybody "
+        "who reaches it may use the inference routes. admin_key_file protects the other routes only.",
     )
     request_id_tag: bool = Field(
         default=True,

@@ -32,13 +32,18 @@ def install() -> None:
     """Do what the environment asks for; says so in the log when it cannot."""
     if os.environ.get(VARIABLE) != "0":
         return
-    modules: tuple[Any, ...] = (
-        importlib.import_module("vllm.distributed.utils"),
-        importlib.import_module("vllm.distributed.device_communicators.shm_broadcast"),
-    )
+    modules: tuple[Any, ...]
+    try:
+        modules = (
+            importlib.import_module("vllm.distributed.utils"),
+            importlib.import_module("vllm.distributed.device_communicators.shm_broadcast"),
+        )
+    except ImportError as error:
+        log.warning("%s is set, but this vLLM is another one: %s", VARIABLE, error)
+        return
     for module in modules:
         if callable(getattr(module, "sched_yield", None)):
-            module.sched_yield = _rest
+            vars(module)["sched_yield"] = _rest
         else:
             log.warning(
                 "%s.sched_yield is not there in this vLLM: its processes go on yielding in a loop", module.__name__

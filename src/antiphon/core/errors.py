@@ -15,6 +15,7 @@
     │   └── StaleHandle        the region was given to something else, or the writer holds no reservation on it
     └── UpstreamError      an engine failed while it served a request
         ├── ConnectFailed      no connection was made: no byte of the request was written
+        │   └── OwnLimit           because of a limit of this process, which says nothing about the engine
         ├── UpstreamLost       the connection ended before the response was complete
         ├── UpstreamTimeout    a stage deadline passed
         └── UpstreamGarbage    the engine answered with something that cannot be used
@@ -129,6 +130,12 @@ class ConnectFailed(UpstreamError):
     """No connection was made, so no byte of the request was written."""
 
     retryable = True
+
+
+class OwnLimit(ConnectFailed):
+    """No connection was made because of a limit of this process or machine: it says nothing about the engine."""
+
+    retryable = False
 
 
 class UpstreamLost(UpstreamError):

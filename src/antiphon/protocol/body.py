@@ -69,6 +69,17 @@ class Body:
         return pieces
 
 
+KEYS_MAX = 1024
+"""Top-level keys of a body; a request has a few dozen."""
+NESTED_KEYS_MAX = 1_000_000
+"""Keys of a body at any depth, as far as they can be counted without reading it: bounds the decoder's memory."""
+BRACKETS_MAX = 500_000
+"""Brackets of a body in which a key appears twice: it is read bracket by bracket, and must not hold up other
+requests."""
+
+_SMALL_BYTES = 1_048_576
+
+
 def scan(raw: bytes | bytearray) -> Body:
     """Find the top-level keys of the JSON object ``raw``.
 
@@ -76,8 +87,10 @@ def scan(raw: bytes | bytearray) -> Body:
     saw (a key appears twice), by reading every value.
 
     Raises:
-        ProtocolError: it is not JSON, or not an object.
+        ProtocolError: it is not JSON, not an object, or has too many keys.
     """
+    if len(raw) > _SMALL_BYTES and raw.count(b'":') > NESTED_KEYS_MAX:
+        raise ProtocolError("the request body has too many keys")
     try:
         values = _top_level.decode(raw)
         if not raw.isascii():
@@ -90,10 +103,12 @@ def scan(raw: bytes | bytearray) -> Body:
         raise ProtocolError("the request body is not valid UTF-8") from None
     except RecursionError:
         raise ProtocolError("the request body is nested too deeply") from None
+    if len(values) > KEYS_MAX:
+        raise ProtocolError(f"the request body has more than {KEYS_MAX} top-level keys")
     body = Body(raw, values)
     if not _walk(body, _jump):
         body.spans.clear()
-        walked = _walk(body, _skip)
+        walked = _walk(body, _Reader())
         assert walked, "a valid JSON object can be walked"
     return body
 
@@ -130,24 +145,29 @@ def _jump(body: Body, key: str, start: int) -> int:
     return start + len(value) if body.raw.startswith(value, start) else len(body.raw)
 
 
-def _skip(body: Body, key: str, start: int) -> int:
-    """The end of a value by reading it."""
-    return _skip_value(body.raw, start)
-
-
 _SCALAR = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^\s,\]}]++', re.DOTALL)
 _TO_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+")*+([\[\]{}])', re.DOTALL)
 
 
-def _skip_value(raw: bytes | bytearray, start: int) -> int:
-    """The end of the JSON value that starts at ``start``; ``raw`` is known to be valid JSON."""
-    if raw[start] not in b"[{":
-        scalar = _SCALAR.match(raw, start)
-        assert scalar is not None, "a valid JSON value has an end"
-        return scalar.end()
-    depth = 0
-    for match in _TO_BRACKET.finditer(raw, start):
-        depth += 1 if match.group(1) in b"[{" else -1
-        if depth == 0:
-            return match.end()
-    raise AssertionError("a valid JSON value has an end")
+class _Reader:
+    """Finds the ends of values by reading them, up to a number of brackets in all. The body is known to be valid
+    JSON."""
+
+    def __init__(self) -> None:
+        self._num_brackets = 0
+
+    def __call__(self, body: Body, key: str, start: int) -> int:
+        raw = body.raw
+        if raw[start] not in b"[{":
+            scalar = _SCALAR.match(raw, start)
+            assert scalar is not None, "a valid JSON value has an end"
+            return scalar.end()
+        depth = 0
+        for match in _TO_BRACKET.finditer(raw, start):
+            depth += 1 if match.group(1) in b"[{" else -1
+            if depth == 0:
+                return match.end()
+            self._num_brackets += 1
+            if self._num_brackets > BRACKETS_MAX:
+                raise ProtocolError("a top-level key appears twice in a body with very many brackets")
+        raise AssertionError("a valid JSON value has an end")

@@ -21,10 +21,9 @@ _ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
 _IF_PRESENT = {
     "max_completion_tokens": b"1",
     "n": b"1",
-    "stream_options": b"null",
-    "logprobs": b"null",
-    "top_logprobs": b"null",
 }
+_IF_STREAMED = {"stream_options": b"null"}
+"""vLLM refuses them without ``stream``: then the prefill engine is to refuse them too, before it computes anything."""
 
 
 class _Details(msgspec.Struct):
@@ -63,6 +62,8 @@ def prefill_fields(body: Body) -> dict[str, bytes]:
     ``min_tokens`` is 1 so that an end-of-sequence token cannot end the request in a way that frees the blocks at once.
     """
     fields = {key: value for key, value in _IF_PRESENT.items() if key in body.values}
+    if body.get("stream") == b"true":
+        fields.update((key, value) for key, value in _IF_STREAMED.items() if key in body.values)
     fields.update(_ONE_TOKEN)
     fields["kv_transfer_params"] = PREFILL_PARAMS
     return fields

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hmac
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from antiphon.config.hosts import is_loopback
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, ConnectFailed, RequestRefused, UpstreamError
 from antiphon.observe.receipt import ReceiptRing
@@ -71,7 +73,7 @@ class Admin:
     def readiness(self, responder: Responder) -> None:
         """200 while each configured pool has a usable engine and the router is not stopping, else 503."""
         pools: dict[str, dict[str, int]] = {
-            role: {"usable": self._registry.num_usable(role), "total": len(pool)}
+            role: {"usable": self._registry.num_ready(role), "total": len(pool)}
             for role, pool in self._registry.pools.items()
         }
         reason = None
@@ -106,6 +108,12 @@ class Admin:
                 responder.send(response.status, [(b"content-type", content_type)], response.body)
                 return
         raise unavailable("decode")
+
+    def _is_own_host(self, request: HttpRequest) -> bool:
+        """Whether the request names this machine: a web page that had its own name point here does not."""
+        host = (request.header(b"host") or b"").decode("latin-1")
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == self._spec.host or is_loopback(name)
 
     def metrics(self, responder: Responder, gauges: dict[str, int]) -> None:
         """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
@@ -154,7 +162,7 @@ class Admin:
         """
         if self._key is None:
             is_forwarded = any(name in _FORWARDED_FOR for name, _ in request.headers)
-            if responder.peer_is_loopback and not is_forwarded:
+            if responder.peer_is_loopback and not is_forwarded and self._is_own_host(request):
                 return
             raise RequestRefused(
                 "this route answers on the router's own machine only",

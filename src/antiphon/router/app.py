@@ -110,7 +110,7 @@ class Router:
         known = is_admin or path in _OPEN_GETS or path in SPLIT_ROUTES or path in SINGLE_STAGE_ROUTES
         if not known:
             raise RequestRefused(f"{path[:200]} is not a route of this router", status=404, code="route_not_found")
-        if request.method != "GET" or path in SPLIT_ROUTES or path in SINGLE_STAGE_ROUTES:
+        if request.method not in ("GET", "HEAD") or path in SPLIT_ROUTES or path in SINGLE_STAGE_ROUTES:
             raise RequestRefused(f"{path} does not take {request.method}", status=405, code="method_not_allowed")
         if path in ("/health", "/liveness"):
             self.admin.health(responder)
@@ -146,20 +146,15 @@ async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     stopping = asyncio.Event()
-    hurry = asyncio.Event()
 
     def on_signal() -> None:
-        (hurry if stopping.is_set() else stopping).set()
+        if stopping.is_set():
+            router.server.hurry()
+        stopping.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
     announce(await router.start())
     await stopping.wait()
     log.info("stopping: %d requests in progress", router.inference.num_active)
-    drain = asyncio.create_task(router.stop())
-    hurried = asyncio.create_task(hurry.wait())
-    await asyncio.wait([drain, hurried], return_when=asyncio.FIRST_COMPLETED)
-    if not drain.done():
-        router.server.close()
-    hurried.cancel()
-    return await drain
+    return await router.stop()

@@ -11,7 +11,7 @@ import logging
 from urllib.parse import urlsplit
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ConnectFailed, UpstreamError
+from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.routing.registry import Endpoint, EndpointRegistry, EndpointState
 from antiphon.transport.http.client import HttpClientConnection, HttpPool, request_head
@@ -51,15 +51,11 @@ class Engines:
         Raises:
             ConnectFailed: no byte was written.
         """
-        pool = self._pools[endpoint]
-        connection = pool.acquire_nowait()
-        if connection is not None:
-            return connection
         try:
-            return await pool.acquire()
+            return await self._pools[endpoint].acquire()
         except ConnectFailed as error:
             self._metrics.engine_error(endpoint.role, endpoint.address, "connect")
-            if error.retryable and not pool.is_full:
+            if error.retryable:
                 self._set_down(endpoint, error)
             raise
 
@@ -76,6 +72,8 @@ class Engines:
         before = endpoint.state
         try:
             response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
+        except OwnLimit as error:
+            log.warning("%s engine %s could not be probed: %s", endpoint.role, endpoint.address, error.message)
         except ConnectFailed as error:
             self._set_down(endpoint, error)
         except UpstreamError:
@@ -95,7 +93,10 @@ class Engines:
 
     async def _watch_one(self, endpoint: Endpoint) -> None:
         while True:
-            await self.probe(endpoint)
+            try:
+                await self.probe(endpoint)
+            except Exception:  # supervised: a bug here must not leave an engine that is back unseen for ever
+                log.exception("the health check of %s engine %s failed", endpoint.role, endpoint.address)
             await asyncio.sleep(self._spec.health_interval_s)
 
     def _set_down(self, endpoint: Endpoint, error: ConnectFailed) -> None:

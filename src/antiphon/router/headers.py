@@ -15,7 +15,11 @@ _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
 
 def forwarded_headers(request: HttpRequest) -> list[tuple[bytes, bytes]]:
     """The client's fields that an engine gets. ``accept-encoding`` is left out: events are read on their way back."""
-    return [field for field in request.headers if field[0] not in _NOT_FORWARDED]
+    dropped = _NOT_FORWARDED
+    named = request.header(b"connection")
+    if named is not None:
+        dropped = dropped | {name.strip().lower() for name in named.split(b",")}
+    return [field for field in request.headers if field[0] not in dropped]
 
 
 def returned_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -10,6 +10,7 @@ decode request of one token if none was sent yet.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -21,9 +22,18 @@ from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.body import Body, Buffer, scan
 from antiphon.protocol.handoff import PrefillAnswer, drain_fields, prefill_fields, read_prefill_answer
+from antiphon.protocol.openai import error_events
 from antiphon.router.engines import Engines
 from antiphon.router.headers import answer_headers, engine_request_id, forwarded_headers
-from antiphon.router.refusals import handover_timeout, kind_of, refusal_of, send_refusal, status_refusal, unavailable
+from antiphon.router.refusals import (
+    handover_timeout,
+    kind_of,
+    refusal_of,
+    send_refusal,
+    status_refusal,
+    stopping,
+    unavailable,
+)
 from antiphon.router.relay import Relay
 from antiphon.routing.lifecycle import RequestLife, Stage
 from antiphon.routing.path import SINGLE_STAGE, choose_path
@@ -93,9 +103,13 @@ class Inference:
             self._close(flight, Stage.CANCELLED)
         except UpstreamError as error:
             self._fail(flight, refusal_of(error, "decode" if flight.receipt.decode else "prefill"))
+        except asyncio.CancelledError:
+            if not flight.life.is_over:
+                self._fail(flight, stopping())
+            raise
         finally:
             self.num_active -= 1
-            if not flight.life.is_over:  # the handler was cancelled, or a bug is on its way up
+            if not flight.life.is_over:  # a bug is on its way up
                 self._close(flight, Stage.FAILED)
 
     async def _serve(self, flight: Flight, *, may_split: bool) -> None:
@@ -123,7 +137,7 @@ class Inference:
             raise unavailable("decode")  # before any work
         if choice.path == "local":
             self._metrics.path("local", choice.reason).inc()
-            await self._decode(flight, [flight.request.body])
+            await self._decode(flight)
             return
         answer = await self._prefill(flight, body)
         if answer is None:
@@ -155,9 +169,9 @@ class Inference:
             raise UpstreamGarbage(error.message) from error
         flight.life.enter(Stage.HANDING_OVER, self._clock())
         flight.receipt.prompt_tokens = answer.prompt_tokens
-        if answer.prompt_tokens is not None:
-            cached = answer.cached_tokens or 0
-            flight.receipt.tokens_by_source = {"device": cached, "computed": answer.prompt_tokens - cached}
+        if answer.prompt_tokens is not None and answer.cached_tokens is not None:
+            computed = answer.prompt_tokens - answer.cached_tokens
+            flight.receipt.tokens_by_source = {"device": answer.cached_tokens, "computed": computed}
         return answer
 
     async def _call_prefill(
@@ -192,7 +206,7 @@ class Inference:
         """Send the request on to a decode engine, with what the prefill engine answered."""
         params = answer.kv_transfer_params
         if params is None:
-            await self._decode(flight, [flight.request.body])
+            await self._decode(flight)
             return
         try:
             endpoint, connection = await self._connect("decode", flight)
@@ -207,20 +221,28 @@ class Inference:
         if flight.client_left:
             await self._drain(flight, endpoint, connection, body.splice(drain_fields(body, params)))
         else:
-            pieces = body.splice({"kv_transfer_params": params})
-            await self._relay(flight, endpoint, connection, pieces)
+            relay = await self._relay(flight, endpoint, connection, body.splice({"kv_transfer_params": params}))
+            self._judge(flight, endpoint, relay)
+            if 400 <= relay.status < 500:
+                await self._free(flight, body, params)
 
-    async def _decode(self, flight: Flight, pieces: list[Buffer]) -> None:
+    async def _decode(self, flight: Flight) -> None:
         """Let one decode engine serve the whole request."""
         endpoint, connection = await self._connect("decode", flight)
         if flight.client_left:
             self._engines.pool(endpoint).give_back(connection)
             raise ClientLeft
-        await self._relay(flight, endpoint, connection, pieces)
+        relay = await self._relay(flight, endpoint, connection, [flight.request.body])
+        self._judge(flight, endpoint, relay)
 
     async def _relay(
         self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, pieces: list[Buffer]
-    ) -> None:
+    ) -> Relay:
+        """Let a decode engine answer, and note what was seen of it.
+
+        Raises:
+            ClientLeft: the client left meanwhile.
+        """
         receipt = flight.receipt
         handing_over_since = flight.life.times.get(Stage.HANDING_OVER)
         buffers = self._decode_buffers(flight, endpoint, pieces)
@@ -245,7 +267,7 @@ class Inference:
             self._count_handover(relay)
         if relay.client_left:
             raise ClientLeft
-        self._judge(flight, endpoint, relay)
+        return relay
 
     def _count_handover(self, relay: Relay) -> None:
         """Count what became of the KV where it is not an ordinary answer: pulled for nobody, or not pulled at all."""
@@ -277,7 +299,28 @@ class Inference:
         self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, pieces: list[Buffer]
     ) -> None:
         """The client has left after the prefill answered: let a decode engine pull the KV, so that it is freed."""
-        buffers = self._decode_buffers(flight, endpoint, pieces)
+        await self._pull(endpoint, connection, self._decode_buffers(flight, endpoint, pieces))
+        raise ClientLeft
+
+    async def _free(self, flight: Flight, body: Body, params: bytes) -> None:
+        """A decode engine refused the request as invalid, which the prefill engine did not: let the KV be pulled all
+        the same, since not every refusal of vLLM frees it.
+
+        Where this one did, the pull reads other data: the salt keeps that from ever being found again.
+        """
+        salt = b'"antiphon-free-%b"' % flight.receipt.id.encode()
+        pieces = body.splice(drain_fields(body, params) | {"cache_salt": salt})
+        try:
+            endpoint, connection = await self._connect("decode", flight)
+        except RequestRefused:
+            self._metrics.handovers_abandoned.inc()
+            return
+        await self._pull(
+            endpoint, connection, self._buffers(flight, endpoint, f"free-{flight.receipt.id}".encode(), pieces)
+        )
+
+    async def _pull(self, endpoint: Endpoint, connection: HttpClientConnection, buffers: list[Buffer]) -> None:
+        """Send a decode request whose answer nobody wants; counts what became of the KV."""
         pool = self._engines.pool(endpoint)
         self._enter_engine(endpoint)
         call = pool.call(connection, buffers, timeout_s=self._spec.handover_timeout_s)
@@ -292,7 +335,6 @@ class Inference:
         finally:
             self._registry.release(endpoint)
             call.abort(ClientLeft())
-        raise ClientLeft
 
     def _decode_buffers(self, flight: Flight, endpoint: Endpoint, pieces: list[Buffer]) -> list[Buffer]:
         """The decode request, and the note of it in the receipt."""
@@ -334,7 +376,8 @@ class Inference:
         flight.client_left = True
         self._metrics.disconnected(flight.life.stage.value)
         if flight.prefill_call is not None:
-            flight.prefill_call.abort(ClientLeft())
+            if not flight.prefill_call.has_head:  # else the prefill has ended and holds blocks: they are handed over
+                flight.prefill_call.abort(ClientLeft())
         elif flight.relay is not None:
             flight.relay.leave()
 
@@ -362,14 +405,22 @@ class Inference:
         self._close(flight, Stage.COMPLETED)
 
     def _fail(self, flight: Flight, refusal: RequestRefused) -> None:
-        """Tell the client, unless it has left or part of an answer is on its way."""
+        """Tell the client, unless it has left; in the middle of a stream by an error event."""
         receipt = flight.receipt
-        receipt.status = refusal.status
         receipt.error = receipt.error or refusal.message
-        if not flight.responder.started:
-            send_refusal(flight.responder, refusal, answer_headers(receipt))
-        elif not flight.responder.finished:
-            flight.responder.abort()
+        if flight.client_left:
+            self._close(flight, Stage.CANCELLED)
+            return
+        responder = flight.responder
+        if not responder.started:
+            receipt.status = refusal.status
+            send_refusal(responder, refusal, answer_headers(receipt))
+        elif not responder.finished:
+            if flight.relay is not None and flight.relay.is_stream:
+                flight.relay.break_off(error_events(refusal.message, status=refusal.status))
+            else:
+                responder.abort()
+            self._metrics.truncations.inc()
         self._close(flight, Stage.FAILED)
 
     def _close(self, flight: Flight, outcome: Stage) -> None:

@@ -44,6 +44,11 @@ def handover_timeout() -> RequestRefused:
     )
 
 
+def stopping() -> RequestRefused:
+    """The router stops, and its time to let requests finish is over."""
+    return RequestRefused("the router is stopping", status=503, kind="service_unavailable", code="stopping")
+
+
 def kind_of(error: UpstreamError) -> str:
     """The metric label of an engine's failure."""
     for cls, kind in _KINDS:

@@ -98,6 +98,10 @@ class Relay:
         else:
             self._stop()
 
+    def break_off(self, events: bytes) -> None:
+        """End a stream that is under way with ``events``, after the whole events that have arrived."""
+        self._responder.end(self._whole_events() + events)
+
     # -- ResponseSink -----------------------------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

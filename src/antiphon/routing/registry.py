@@ -104,6 +104,10 @@ class EndpointRegistry:
         """How many endpoints of a pool may be picked."""
         return sum(endpoint.is_usable for endpoint in self.pools[role])
 
+    def num_ready(self, role: Role) -> int:
+        """How many endpoints of a pool have answered their health check."""
+        return sum(endpoint.state is EndpointState.READY for endpoint in self.pools[role])
+
     def all(self) -> list[Endpoint]:
         """Every endpoint, prefill first."""
         return [*self.pools["prefill"], *self.pools["decode"]]

@@ -8,6 +8,7 @@ caller's knowledge.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from antiphon.core.errors import ConnectFailed, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
+from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
 from antiphon.transport.http.message import Buffer, Headers, HttpResponse
 
 _IDLE_REUSE_MAX_S = 2.0
@@ -23,6 +24,9 @@ _IDLE_REUSE_MAX_S = 2.0
 request written into a closing connection is lost without anybody knowing whether it ran."""
 
 _HEAD_MAX_BYTES = 131_072
+
+_OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+"""What a failed connect says of this machine rather than of the engine."""
 
 _JOIN_MAX_BYTES = 65_536
 """A request up to this size is written as one piece, which costs less than several."""
@@ -65,6 +69,7 @@ class HttpClientConnection(asyncio.Protocol):
         self._is_complete = False
         self._ends_at_close = False
         self._keeps_alive = False
+        self._is_paused = False
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,7 +135,8 @@ class HttpClientConnection(asyncio.Protocol):
             self._keeps_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields.append((name.lower(), value))
+        if not self._has_head:  # what comes later are trailer fields, which nobody asked for
+            self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser, sink = self._parser, self._sink
@@ -156,11 +162,13 @@ class HttpClientConnection(asyncio.Protocol):
     def pause(self) -> None:
         """Stop reading: the client behind this response reads too slowly."""
         if self._transport is not None and not self._transport.is_closing():
+            self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
         if self._transport is not None and not self._transport.is_closing():
+            self._is_paused = False
             self._transport.resume_reading()
 
     def abort(self) -> None:
@@ -180,6 +188,8 @@ class HttpClientConnection(asyncio.Protocol):
         if sink is None:
             return  # it aborted in the middle of the last piece
         if self._keeps_alive and not self._ends_at_close and self.is_open:
+            if self._is_paused:
+                self.resume()  # the next exchange on it must be heard
             self._pool.give_back(self)
         else:
             self._pool.forget(self)
@@ -213,6 +223,11 @@ class HttpCall:
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._size = 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the answer has begun to arrive."""
+        return self._status != 0
 
     def abort(self, error: Exception) -> None:
         """Cut the connection and let ``done`` raise ``error``; nothing if the response has arrived."""
@@ -287,13 +302,14 @@ class HttpPool:
         """An idle connection, or a new one.
 
         Raises:
-            ConnectFailed: refused, unreachable, timed out, or too many connections; no byte was written.
+            ConnectFailed: refused, unreachable or timed out; no byte was written.
+            OwnLimit: too many connections, or this process is out of file descriptors, ports or memory.
         """
         connection = self.acquire_nowait()
         if connection is not None:
             return connection
         if self.is_full:
-            raise ConnectFailed("too many connections to this engine are open")
+            raise OwnLimit("too many connections to this engine are open")
         self._num_connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -303,7 +319,8 @@ class HttpPool:
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
-            raise ConnectFailed(f"no connection: {error.strerror or error}") from error
+            kind = OwnLimit if error.errno in _OWN_LIMITS else ConnectFailed
+            raise kind(f"no connection: {error.strerror or error}") from error
         finally:
             self._num_connecting -= 1
         if not connection.is_open:

@@ -65,6 +65,10 @@ class HttpLimits:
     """How long a client may leave its full receive window unread."""
     connections_max: int = 4096
     pipelined_max: int = 16
+    pipelined_max_bytes: int = 1_048_576
+    """Bodies that one connection may send ahead while its request is served."""
+    bodies_max_bytes: int = 1_073_741_824
+    """Bodies held for all connections together: past it a request is refused with 503."""
 
 
 class HttpRequest:

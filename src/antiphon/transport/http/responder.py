@@ -107,9 +107,15 @@ class Responder:
         self._finish()
 
     def abort(self) -> None:
-        """Cut the connection: the client sees that the response is incomplete."""
+        """Cut the connection: the client sees that the response is incomplete.
+
+        A body that only the close would end is cut with a reset, since a close would look like its end.
+        """
         self.finished = True
-        self._connection.close()
+        if self.started and not self._chunked:
+            self._connection.reset()
+        else:
+            self._connection.close()
 
     def reset(self) -> None:
         """Cut the connection with a TCP reset, and drop what the client has not received: for fault tests."""

@@ -49,9 +49,10 @@ class HttpServerConnection(asyncio.Protocol):
         self._header_bytes = 0
         self._raw_head_bytes = 0
         self._body_bytes = 0
+        self._held_bytes = 0
+        self._active_bytes = 0
         self._refused: tuple[int, str] | None = None
         self._responder: Responder | None = None
-        self._task: asyncio.Future[None] | None = None
         self._deadline = self._loop.time() + self._limits.head_timeout_s
         self._reading = "idle"
         self._stalled_since: float | None = None
@@ -82,6 +83,7 @@ class HttpServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
+        self._release(self._held_bytes)
         self._server.forget(self)
         self._pending.clear()
         responder = self._responder
@@ -159,6 +161,8 @@ class HttpServerConnection(asyncio.Protocol):
         self._count_header(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reading == "body":
+            return  # a trailer field: nobody asked for it, and it must not pass for a header field
         self._count_header(len(name) + len(value) + 4)
         if len(self._fields) >= self._limits.header_count_max:
             self._give_up(431, "the request has too many header fields")
@@ -186,6 +190,7 @@ class HttpServerConnection(asyncio.Protocol):
         self._body_bytes += len(data)
         if self._body_bytes > self._limits.body_max_bytes:
             self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
+        self._hold(len(data))
         if not request.body:
             request.body = data
         elif isinstance(request.body, bytearray):
@@ -214,14 +219,16 @@ class HttpServerConnection(asyncio.Protocol):
         self.version = request.version
         self.is_head = request.method == "HEAD"
         self.keeps_alive = request.keep_alive and not self._server.is_draining
+        self._active_bytes = len(request.body)
         responder = Responder(self)
         self._responder = responder
-        self._task = self._server.start(request, responder)
+        self._server.start(request, responder)
 
     def response_finished(self) -> None:
         """Called by the responder: serve the next pipelined request, or wait for one, or close."""
         self._responder = None
-        self._task = None
+        self._release(self._active_bytes)
+        self._active_bytes = 0
         if self.is_closed:
             return
         if self._pending and self.keeps_alive and not self._server.is_draining:
@@ -294,6 +301,20 @@ class HttpServerConnection(asyncio.Protocol):
         """Whether a request is being served."""
         return self._responder is not None
 
+    def _hold(self, size: int) -> None:
+        """Count bytes of a body; too many, here or in the whole server, end the request."""
+        self._held_bytes += size
+        self._server.held_bytes += size
+        if self._responder is not None and self._held_bytes - self._active_bytes > self._limits.pipelined_max_bytes:
+            self._give_up(413, "too much was sent ahead on one connection")
+        if self._server.held_bytes > self._limits.bodies_max_bytes:
+            self._give_up(503, "too many request bodies are being received")
+
+    def _release(self, size: int) -> None:
+        released = min(size, self._held_bytes)
+        self._held_bytes -= released
+        self._server.held_bytes -= released
+
     def _count_header(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > self._limits.header_max_bytes:
@@ -325,6 +346,8 @@ class HttpServer:
         self.limits = limits or HttpLimits()
         self.loop = asyncio.get_running_loop()
         self.is_draining = False
+        self.held_bytes = 0
+        """Bytes of request bodies that are held now."""
         self._handler = handler
         self._connections: set[HttpServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -332,6 +355,9 @@ class HttpServer:
         self._sweeper: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._unconnected = asyncio.Event()
+        self._unconnected.set()
+        self._hurry = asyncio.Event()
 
     async def listen(self, host: str, port: int, *, sock: socket.socket | None = None) -> int:
         """Listen on ``host:port`` (0: any free port), or on ``sock``; returns the port.
@@ -348,22 +374,48 @@ class HttpServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def drain(self, timeout_s: float) -> int:
-        """Stop accepting, let requests in progress finish for at most ``timeout_s``; returns how many were cut."""
+        """Stop accepting and let requests in progress finish for at most ``timeout_s``; returns how many were cut.
+
+        A handler that is cut is cancelled, and may still say so to its client. What was written is flushed, within the
+        same time but for at least a second.
+        """
+        deadline = self.loop.time() + timeout_s
         self.is_draining = True
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
             if not connection.is_busy:
                 connection.close()
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            pass
-        cut = len(self._tasks)
+        await self._wait(self._idle, timeout_s)
+        cut = await self._cut()
+        for connection in list(self._connections):
+            connection.close()
+        await self._wait(self._unconnected, max(1.0, deadline - self.loop.time()))
+        if self._connections:
+            log.warning("%d clients had not taken their answers when the time was up", len(self._connections))
         self.close()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=1.0)
         return cut
+
+    def hurry(self) -> None:
+        """End the waits of :meth:`drain` at once."""
+        self._hurry.set()
+
+    async def _wait(self, event: asyncio.Event, timeout_s: float) -> None:
+        """Wait for ``event``, at most ``timeout_s``, and no longer than until :meth:`hurry`."""
+        waits = [asyncio.create_task(event.wait()), asyncio.create_task(self._hurry.wait())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _cut(self) -> int:
+        """Cancel the handlers that still run, and wait until they have said so; returns how many there were."""
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        return len(tasks)
 
     def close(self) -> None:
         """Stop at once: cut every connection and cancel every handler."""
@@ -386,19 +438,21 @@ class HttpServer:
         if len(self._connections) >= self.limits.connections_max:
             return False
         self._connections.add(connection)
+        self._unconnected.clear()
         return True
 
     def forget(self, connection: HttpServerConnection) -> None:
         """A connection has ended."""
         self._connections.discard(connection)
+        if not self._connections:
+            self._unconnected.set()
 
-    def start(self, request: HttpRequest, responder: Responder) -> asyncio.Task[None]:
+    def start(self, request: HttpRequest, responder: Responder) -> None:
         """Run the handler for one request."""
         task: asyncio.Task[None] = self.loop.create_task(self._run(request, responder))
         self._tasks.add(task)
         self._idle.clear()
         task.add_done_callback(self._finished)
-        return task
 
     async def _run(self, request: HttpRequest, responder: Responder) -> None:
         try:
