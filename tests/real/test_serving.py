@@ -202,6 +202,17 @@ async def test_same_greedy_tokens_as_the_decode_engine_alone(deployment: Deploym
     )
 
 
+async def test_a_request_that_only_the_decode_engine_refuses_strands_no_kv(
+    deployment: Deployment, http: httpx.AsyncClient
+) -> None:
+    before = deployment.prefill_metrics().num_nixl_expired
+    answer = await complete(http, deployment.url, prompt=prompt_of(300, seed=77), max_tokens=100_000)
+    assert answer.status_code == 400, answer.text
+    assert answer.headers["x-antiphon-path"] == "pd"
+    wait_for(lambda: deployment.prefill_metrics().kv_usage == 0, "the prefill engine's KV is free", 8)
+    assert deployment.prefill_metrics().num_nixl_expired == before
+
+
 # ---- clients that leave ----------------------------------------------------------------------------------------------
 
 
@@ -223,7 +234,8 @@ async def leave_after(deployment: Deployment, delay_s: float, body: dict[str, An
 
 async def test_nothing_is_left_of_fifty_clients_that_left(deployment: Deployment) -> None:
     rng = random.Random(7)
-    expired_before = deployment.prefill_metrics().num_nixl_expired or 0
+    expired_before = deployment.prefill_metrics().num_nixl_expired
+    assert expired_before is not None
     disconnects_before = deployment.router_metric("antiphon_router_client_disconnects_total")
     gate = asyncio.Semaphore(3)
 

@@ -227,3 +227,57 @@ async def test_connections_past_the_limit_are_told_so() -> None:
         async with connected(port) as client:
             client.send(b"GET /a HTTP/1.1\r\n\r\n")
             assert (await client.response())[0] == 200
+
+
+async def echo_after(event: asyncio.Event, request: HttpRequest, responder: Responder) -> None:
+    """A handler that is busy until the event."""
+    await event.wait()
+    echo(request, responder)
+
+
+async def test_trailer_fields_do_not_pass_for_header_fields() -> None:
+    recorder = Recorder()
+    async with serving(recorder) as (_, port), connected(port) as client:
+        client.send(
+            b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\ntrailer: x-late\r\n\r\n"
+            b"2\r\nhi\r\n0\r\nx-late: 1\r\nauthorization: t\r\n\r\n"
+        )
+        assert (await client.response())[0] == 200
+        assert recorder.requests[0].header(b"x-late") is None
+        assert recorder.requests[0].header(b"authorization") is None
+        client.send(b"GET /b HTTP/1.1\r\nhost: x\r\nx-next: 1\r\n\r\n")
+        assert (await client.response())[0] == 200
+        assert recorder.requests[1].header(b"x-next") == b"1"
+
+
+async def test_bodies_of_all_connections_together_are_bounded() -> None:
+    released = asyncio.Event()
+    recorder = Recorder(act=lambda request, responder: echo_after(released, request, responder))
+    limits = HttpLimits(bodies_max_bytes=1000)
+    async with serving(recorder, limits) as (server, port), connected(port) as one, connected(port) as two:
+        one.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n" + b"x" * 900)
+        await until(lambda: recorder.requests)
+        assert server.held_bytes == 900
+        two.send(b"POST /b HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n\r\n" + b"x" * 200)
+        assert (await two.response())[0] == 503
+        released.set()
+        assert (await one.response())[0] == 200
+        await until(lambda: server.held_bytes == 0)
+
+
+async def test_what_is_sent_ahead_on_one_connection_is_bounded() -> None:
+    released = asyncio.Event()
+    recorder = Recorder(act=lambda request, responder: echo_after(released, request, responder))
+    limits = HttpLimits(pipelined_max_bytes=1000)
+    async with serving(recorder, limits) as (server, port), connected(port) as client:
+        request = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 600\r\n\r\n" + b"x" * 600
+        client.send(request)
+        await until(lambda: recorder.requests)
+        client.send(request * 3)
+        await until(lambda: server.held_bytes > 600)
+        released.set()
+        assert (await client.response())[0] == 200
+        assert (await client.response())[0] == 200
+        assert await client.rest() == b""
+        assert len(recorder.requests) == 2
+        await until(lambda: server.held_bytes == 0)

@@ -17,9 +17,11 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,17 +105,19 @@ def _run(gguf: Path, out: Path, say: Callable[[str], None]) -> None:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     ) as process:
         assert process.stdout is not None
+        alarm = threading.Timer(_PREPARE_TIMEOUT_S, process.kill)
+        alarm.daemon = True
+        alarm.start()
         for line in process.stdout:
             text = line.rstrip()
             if text.startswith("antiphon: "):
                 say(text.removeprefix("antiphon: "))
             elif text:
                 lines = [*lines[-11:], text]
-        try:
-            code = process.wait(_PREPARE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise StartError("the demo model was not prepared in time") from None
+        code = process.wait()
+        alarm.cancel()
+    if code == -signal.SIGKILL:
+        raise StartError(f"the demo model was not prepared: its process was killed, or took {_PREPARE_TIMEOUT_S:g} s")
     if code != 0:
         raise StartError("the demo model could not be prepared:\n" + "\n".join(lines))
 

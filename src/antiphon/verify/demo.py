@@ -167,6 +167,7 @@ class Demo:
             try:
                 await asyncio.wait([questions, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if not questions.done():
+                    await stopped  # raises where every process has failed
                     return 130
                 code = questions.result()
                 if self._stay and not stopped.done():

@@ -329,6 +329,9 @@ class HttpServerConnection(asyncio.Protocol):
         """Answer an unreadable request and close; behind requests in progress, close when these are answered."""
         self._reading = "idle"
         self._is_broken = True
+        if self._request is not None:  # what has arrived of its body is of no use
+            self._request = None
+            self._release(self._body_bytes)
         if self._responder is None and not self._pending and not self.is_closed:
             self.keeps_alive = False
             Responder(self).send(status, [(b"content-type", JSON)], error_body(message, status=status))
