@@ -1,10 +1,11 @@
-"""Makes the virtual environment ``.venv`` and keeps it equal to the lock files. Standard library only.
+"""Makes the virtual environment ``.venv`` and brings it to the versions in the lock files. Standard library only.
 
 Owns ``.venv``. It is built from ``requirements/cpu.lock`` (what serving on a CPU needs) and, with ``--dev``, from
 ``requirements/dev.lock`` (what the tests need); Antiphon itself is installed from this folder, editable.
 
 Invariants: a lock file is installed again only when its text changed; an interrupted install is finished by running it
-again; two runs at once wait for each other. It does not write outside the repository and needs no root.
+again; two runs at once wait for each other. A package that a lock file no longer names stays installed. It does not
+write outside the repository and needs no root.
 
 It runs under any Python 3 to be able to say what is wrong with it; the environment needs Python 3.11 or newer.
 """
@@ -373,6 +374,8 @@ class Environment:
             raise InstallError("vLLM needs libnuma.so.1\nOn Debian or Ubuntu: apt-get install libnuma1")
         folder.mkdir(exist_ok=True)
         link = folder / "libnuma.so.1"
+        if link.exists() and link.samefile(copies[0]):
+            return
         link.unlink(missing_ok=True)
         link.symlink_to(copies[0])
 
@@ -446,8 +449,7 @@ def install(root: Path, folder: Path, *, dev: bool) -> None:
         environment.create()
         changed = environment.install_lock("cpu")
         changed = (dev and environment.install_lock("dev")) or changed
-        if changed:
-            environment.provide_libnuma()
+        environment.provide_libnuma()
         changed = environment.install_self() or changed
     if changed:
         size = tree_size_bytes(folder) / 1e9

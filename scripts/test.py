@@ -10,6 +10,7 @@ It needs the environment that ``scripts/install.py --dev`` makes, and no root.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.1
+KILL_TIMEOUT_S = 30.0  # a process in an uninterruptible wait can outlive SIGKILL
 NOTHING_COLLECTED = 5  # pytest's exit status
 SHOWN_LINES_MAX = 200  # of a failed group's output; all of it stays in the log
 
@@ -151,12 +153,30 @@ def run_to_end(command: list[str], log_path: Path, timeout_s: float, tick: str) 
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ends whatever is left of the session that the process leads."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    """Ends whatever is left of the session that the process leads, in whatever process group."""
+    deadline_s = time.monotonic() + KILL_TIMEOUT_S
+    while left := session_members(process.pid):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        if time.monotonic() > deadline_s:
+            print(f"could not end pid {', '.join(map(str, left))}: the kernel holds it")
+            return
+        time.sleep(POLL_S)
     process.wait()
+
+
+def session_members(sid: int) -> list[int]:
+    """The pids of a session's processes that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name is in parentheses and may itself contain parentheses and blanks.
+            state, _, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if int(session) == sid and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def run_group(group: Group, folder: Path, extra: list[str]) -> Outcome:

@@ -115,6 +115,20 @@ def test_notices_do_not_disturb_what_is_pasted() -> None:
     assert "notice" not in result.stdout
 
 
+@pytest.mark.parametrize("form", ["shell", "json"])
+def test_secrets_are_shown_only_when_asked_for(form: str) -> None:
+    args = ["--format", form, "--set", "engine.args.api-key=sk-1", "--set", "prefill.env.HF_TOKEN=hf_2"]
+    result = invoke(*args)
+    assert "--api-key" in result.stdout
+    assert "***" in result.stdout
+    assert not {"sk-1", "hf_2"} & set(re.findall(r"[\w-]+", result.stdout))
+    assert "--show-secrets prints them" in result.stderr
+    result = invoke(*args, "--show-secrets")
+    assert {"sk-1", "hf_2"} <= set(re.findall(r"[\w-]+", result.stdout))
+    assert "***" not in result.stdout + result.stderr
+    assert "--show-secrets" not in invoke().stderr, "nothing was masked"
+
+
 def test_live_table(monkeypatch: pytest.MonkeyPatch, free_ports: Callable[[int], list[int]]) -> None:
     sets = dict(zip(("prefill.port", "prefill.side_channel_port", "router.port"), free_ports(3), strict=True))
     args = [f"--set={name}={port}" for name, port in sets.items()]

@@ -104,11 +104,65 @@ def test_a_simulated_and_a_real_pool_do_not_mix() -> None:
     assert fields({"decode.kind": "simulated"}) == ["decode.kind"]
 
 
-def test_a_key_or_a_word_publishes_the_router() -> None:
+def test_only_a_word_publishes_the_router() -> None:
     public = {"engine.kind": "simulated", "router.host": "0.0.0.0"}
     assert fields(public) == ["router.host"]
     assert fields(public | {"router.public_without_key": True}) == []
-    assert fields(public | {"router.admin_key_file": "/etc/key"}) == []
+    # The key is for the admin routes; inference would be open all the same.
+    assert fields(public | {"router.admin_key_file": "/etc/key"}) == ["router.host"]
+
+
+def test_a_router_elsewhere_cannot_reach_loopback() -> None:
+    sets = {"engine.kind": "simulated", "router.host": "192.0.2.3", "router.public_without_key": True}
+    assert fields(sets) == ["prefill.hosts", "decode.hosts"]
+    assert fields(sets, local_hosts=frozenset({"127.0.0.1", "192.0.2.3"})) == []
+    assert fields(sets | {"prefill.hosts": ["192.0.2.1"], "decode.hosts": ["192.0.2.2"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "found", "filled_s"),
+    [
+        ({}, [], None),
+        ({"supervisor.stop_grace_s": 6}, [], 4.0),
+        ({"supervisor.stop_grace_s": 0}, [], 0.0),
+        ({"supervisor.stop_grace_s": 6, "router.drain_timeout_s": 5.9}, [], 5.9),
+        ({"supervisor.stop_grace_s": 6, "router.drain_timeout_s": 6}, ["router.drain_timeout_s"], 6.0),
+        ({"supervisor.stop_grace_s": 0, "router.drain_timeout_s": 0}, [], 0.0),
+        ({"supervisor.stop_grace_s": 0, "router.drain_timeout_s": 1}, ["router.drain_timeout_s"], 1.0),
+    ],
+)
+def test_the_router_drains_within_the_grace(sets: dict[str, Any], found: list[str], filled_s: float | None) -> None:
+    sets = {"engine.kind": "simulated", **sets}
+    assert fields(sets) == found
+    argv = compiled_from(sets).plans[-1].argv
+    assert ("--drain-timeout-s" in argv) == (filled_s is not None)
+    assert filled_s is None or float(argv[argv.index("--drain-timeout-s") + 1]) == filled_s
+
+
+@pytest.mark.parametrize(("lease_s", "longest_s"), [(6, 3.0), (9, 4.5), (10, 5.0), (20, 15.0), (100, 95.0)])
+def test_a_handover_leaves_a_margin_of_the_lease(lease_s: int, longest_s: float) -> None:
+    sets = {"engine.kind": "simulated", "handoff.lease_s": lease_s}
+    assert fields(sets | {"router.handover_timeout_s": longest_s}) == []
+    assert fields(sets | {"router.handover_timeout_s": longest_s + 0.1}) == ["router.handover_timeout_s"]
+    argv = compiled_from(sets).plans[-1].argv
+    filled_s = float(argv[argv.index("--handover-timeout-s") + 1]) if "--handover-timeout-s" in argv else 20.0
+    assert filled_s == min(20.0, longest_s)
+
+
+def test_what_is_not_started_needs_no_memory_or_ports() -> None:
+    # One engine needs 1 GB of KV, 1 GB of processes and 270 MB of weights.
+    compiled = compiled_from(CPU)
+    facts = facts_of(
+        compiled, mem_available_bytes=2_270_000_000, shm_free_bytes=64 * 2**20, ports_in_use=frozenset({8101, 30000})
+    )
+
+    def found(*started: str) -> list[str]:
+        return [problem.field for problem in run_checks(compiled, facts, started=started).problems]
+
+    assert found("prefill-0") == []
+    assert found("decode-0") == ["decode.port"]
+    assert found("prefill-0", "decode-0") == ["engine.kv_memory_bytes", "/dev/shm", "decode.port"]
+    assert found("router") == ["router.port"]
 
 
 def test_a_deployment_names_the_port_of_its_router() -> None:

@@ -235,7 +235,7 @@ def test_router_knobs_that_are_not_defaults_follow() -> None:
         | {"router.idle_timeout_s": 5, "handoff.lease_s": 9, "router.host": "0.0.0.0", "prefill.hosts": ["10.0.0.1"]}
     )["router"]
     assert argv.argv[-6:] == (
-        *("--idle-timeout-s", "5.0", "--handover-timeout-s", "9.0"),
+        *("--idle-timeout-s", "5.0", "--handover-timeout-s", "4.5"),
         *("--no-request-id-tag", "--access-log"),
     )
     assert "--no-vllm-pd-disaggregation" in argv.argv

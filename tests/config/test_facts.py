@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.config import facts
+from antiphon.config import cuda, facts, resolve
 from antiphon.config.hosts import is_loopback, is_this_machine
 from tests.config.facts_for_tests import compiled_from
 
@@ -28,6 +28,67 @@ def test_host_figures_are_plausible() -> None:
     assert found.cores >= 1
     assert found.local_hosts == {"127.0.0.1"}
     assert found.interpreters == {}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> dict[str, Path]:
+    """A host with 10 GB available, in a control group that has used 3 GB of 4, of which 2.5 GB can be given back."""
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   10000000 kB\n")
+    (tmp_path / "memory.max").write_text("4000000000\n")
+    (tmp_path / "memory.current").write_text("3000000000\n")
+    stat = "anon 500000000\nactive_file 7\ninactive_file 2400000000\nslab_reclaimable 100000000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    return {"meminfo": tmp_path / "meminfo", "cgroup": tmp_path}
+
+
+def test_page_cache_of_a_container_is_available(host: dict[str, Path]) -> None:
+    assert facts.mem_available_bytes(**host) == 3_500_000_000
+    (host["cgroup"] / "memory.max").write_text("max\n")
+    assert facts.mem_available_bytes(**host) == 10_240_000_000
+    (host["cgroup"] / "memory.max").write_text("99000000000\n")
+    assert facts.mem_available_bytes(**host) == 10_240_000_000
+    (host["cgroup"] / "memory.max").write_text("1000\n")
+    (host["cgroup"] / "memory.stat").write_text("inactive_file 5\n")
+    assert facts.mem_available_bytes(**host) == 0
+    (host["cgroup"] / "memory.current").unlink()
+    assert facts.mem_available_bytes(**host) == 10_240_000_000
+
+
+@pytest.mark.parametrize(
+    ("files", "smi", "count"),
+    [
+        (["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"], "exit 1", 2),
+        (["dxg"], "echo 'GPU 0: A (UUID: x)'; echo '  MIG 1g'; echo 'GPU 1: B (UUID: y)'", 2),
+        ([], "echo 'No devices were found'", 0),
+        ([], "echo 'GPU 0: half dead'; exit 9", 0),
+        ([], "exec sleep 30", 0),
+        ([], None, 0),
+    ],
+)
+def test_cuda_devices(
+    files: list[str], smi: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dev, path = tmp_path / "dev", tmp_path / "bin"
+    for folder in (dev, path):
+        folder.mkdir()
+    for name in files:
+        (dev / name).touch()
+    if smi is not None:
+        script(path / "nvidia-smi", smi)
+    monkeypatch.setenv("PATH", f"{path}:/usr/bin:/bin" if smi else str(path))
+    monkeypatch.setattr(cuda, "SMI_TIMEOUT_S", 0.3 if smi and "sleep" in smi else 10.0)
+    assert cuda.num_cuda_devices(dev) == count
+    (dev / "nvidia7").touch()
+    assert cuda.num_cuda_devices(dev) == count, "asked twice in one process"
+
+
+def test_defaults_and_checks_count_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (0, 3):
+        monkeypatch.setattr(facts, "num_cuda_devices", lambda count=count: count)
+        monkeypatch.setattr(resolve, "num_cuda_devices", lambda count=count: count)
+        assert resolve.this_machine().has_cuda == (count > 0)
+        found = facts.gather_facts(compiled_from({"engine.kind": "simulated"}))
+        assert found.num_cuda_devices == count
 
 
 def test_a_port_that_someone_listens_on_is_in_use(free_port: int) -> None:

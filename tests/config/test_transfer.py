@@ -70,7 +70,7 @@ def test_json_text_as_pasted_from_a_command_line() -> None:
 def test_the_lease_of_the_user_bounds_the_hand_over() -> None:
     result = compiled({**NIXL, "kv_connector_extra_config": {"kv_lease_duration": 12}})
     argv = result.plans[-1].argv
-    assert argv[argv.index("--handover-timeout-s") + 1] == "12.0"
+    assert argv[argv.index("--handover-timeout-s") + 1] == "7.0"
 
 
 @pytest.mark.parametrize("role", ["kv_both", None])

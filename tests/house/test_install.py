@@ -218,6 +218,26 @@ def test_whole_install_is_silent_when_nothing_changed(tmp_path: Path, capsys: py
     assert num_runs(made.folder) == 4
 
 
+def test_lost_libnuma_is_provided_although_nothing_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> None:
+        raise OSError(name)
+
+    made = environment(tmp_path, PIP_THAT_WORKS)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    install.install(tmp_path, made.folder, dev=False)
+    monkeypatch.setattr(install.ctypes, "CDLL", load)
+    copy = made.site() / "nixl_cu12.libs" / "libnuma-3387f5e3.so.1.0.0"
+    copy.parent.mkdir()
+    copy.write_bytes(b"library")
+    install.install(tmp_path, made.folder, dev=False)
+    link = made.folder / "native" / "libnuma.so.1"
+    assert link.resolve() == copy.resolve()
+    first = link.lstat().st_ino
+    install.install(tmp_path, made.folder, dev=False)
+    assert link.lstat().st_ino == first, "a link that is right is left alone"
+    assert num_runs(made.folder) == 2
+
+
 def test_failed_install_is_told_and_repeated(tmp_path: Path) -> None:
     made = environment(tmp_path, "echo 'Collecting numpy==2.3.5'; echo 'ERROR: it broke' >&2; exit 1")
     with pytest.raises(install.InstallError, match="ERROR: it broke"):

@@ -91,6 +91,17 @@ def test_time_limit_ends_the_whole_session(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_every_process_group_of_the_session_is_ended(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = (
+        "import os, sys, time\nread, write = os.pipe()\npid = os.fork()\nif pid == 0:\n    os.setpgid(0, 0)\n"
+        "    os.write(write, b'x')\n    time.sleep(600)\nos.read(read, 1)\nopen(sys.argv[1], 'w').write(str(pid))"
+    )
+    # The leader ends by itself; what it left is in another process group of the same session.
+    assert runner.run_to_end([sys.executable, "-S", "-c", script, str(pid_file)], tmp_path / "log", 30.0, "x") == 0
+    assert not is_running(int(pid_file.read_text()))
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

@@ -165,6 +165,18 @@ async def test_incarnation_is_filled_in_and_environment_is_as_planned(bench: Ben
         await wait_until(lambda: f"engine-{own.incarnation}" in read(own.log_path), "the said line")
 
 
+async def test_the_banner_of_a_log_holds_no_secret(bench: Bench, tmp_path: Path) -> None:
+    plan = bench.plan("prefill-0", "--say", "up", "--say-when", str(tmp_path / "never"))
+    script = "import runpy, sys; del sys.argv[0:3]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    argv = (sys.executable, "-S", "-c", script, "--api-key", "sk-1", *plan.argv[2:])
+    async with bench.supervisor(ProcessPlan(**{**vars(plan), "argv": argv})) as supervisor:
+        own = record(supervisor, "prefill-0")
+        log = read(own.log_path)
+        assert "--api-key '***'" in log
+        assert "sk-1" not in log
+        assert b"sk-1" in Path(f"/proc/{own.pid}/cmdline").read_bytes()
+
+
 async def test_failure_at_start_names_the_process_and_shows_the_useful_lines(bench: Bench) -> None:
     plans = [
         bench.plan("prefill-0", "--never-ready"),
@@ -345,7 +357,9 @@ async def test_stop_takes_the_router_first_and_kills_what_ignores_sigterm(bench:
     assert marked_pids(bench.name) == []
     stopped = [event.process for event in bench.events if event.kind == "stopped"]
     assert stopped[0] == "router"
-    assert record(supervisor, "prefill-0").last_exit == "killed after the grace period"
+    assert record(supervisor, "prefill-0").last_exit == "killed after 1 s"
+    texts = {event.process: event.text for event in bench.events if event.kind == "stopped"}
+    assert (texts["prefill-0"], texts["decode-0"]) == ("stopped: killed after 1 s", "stopped")
     assert record(supervisor, "decode-0").last_exit == "was killed by SIGTERM"
 
 

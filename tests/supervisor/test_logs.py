@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
+
+import pytest
 
 from antiphon.supervisor import logs
 
@@ -12,6 +15,11 @@ from antiphon.supervisor import logs
 def write(path: Path, text: str | bytes) -> None:
     with open(path, "ab") as file:
         file.write(text if isinstance(text, bytes) else text.encode())
+
+
+def follow(path: Path, seen: list[str], *, start: int, **options: int) -> logs.LogFollower:
+    """A follower of a file system without faults."""
+    return logs.LogFollower(path, seen.append, start=start, on_trouble=pytest.fail, **options)
 
 
 def append_and_close(path: Path, text: bytes, rotate_bytes: int) -> None:
@@ -54,7 +62,7 @@ async def test_follower_gives_each_line_once(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     write(path, "before\n")
     seen: list[str] = []
-    follower = logs.LogFollower(path, seen.append, start=path.stat().st_size)
+    follower = follow(path, seen, start=path.stat().st_size)
     write(path, "one\ntw")
     await follower.poll()
     assert seen == ["one"]
@@ -67,7 +75,7 @@ async def test_follower_gives_each_line_once(tmp_path: Path) -> None:
 async def test_follower_bounds_lines_and_backlog(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     seen: list[str] = []
-    follower = logs.LogFollower(path, seen.append, start=0)
+    follower = follow(path, seen, start=0)
     write(path, "x" * 200_000)
     await follower.poll()
     assert sum(map(len, seen)) <= 200_000
@@ -84,7 +92,7 @@ async def test_file_that_grows_too_large_is_cut_while_it_is_written(tmp_path: Pa
     path = tmp_path / "a.log"
     fd = logs.open_log(path)
     seen: list[str] = []
-    follower = logs.LogFollower(path, seen.append, start=0, bytes_max=100)
+    follower = follow(path, seen, start=0, bytes_max=100)
     try:
         for index in range(30):
             os.write(fd, f"line {index:02} of the child\n".encode())
@@ -100,5 +108,72 @@ async def test_file_that_grows_too_large_is_cut_while_it_is_written(tmp_path: Pa
 
 async def test_removed_file_is_survived(tmp_path: Path) -> None:
     seen: list[str] = []
-    await logs.LogFollower(tmp_path / "missing", seen.append, start=0).poll()
+    await follow(tmp_path / "missing", seen, start=0).poll()
     assert seen == []
+
+
+async def test_full_disk_ends_neither_following_nor_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.log"
+    seen: list[str] = []
+    troubles: list[str] = []
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"half a copy")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(logs.shutil, "copyfile", full)
+    follower = logs.LogFollower(path, seen.append, start=0, on_trouble=troubles.append, bytes_max=100)
+    fd = logs.open_log(path)
+    try:
+        for index in range(6):
+            os.write(fd, f"line {index} {'x' * 120}\n".encode())
+            await follower.poll()
+    finally:
+        os.close(fd)
+    assert [line[:6] for line in seen] == [f"line {index}" for index in range(6)]
+    assert troubles == [f"its log {path} cannot be put aside, and was emptied: No space left on device"]
+    assert sorted(os.listdir(tmp_path)) == ["a.log"], "half a copy was left"
+    assert (follower.num_cuts, path.stat().st_size) == (6, 0)
+
+
+async def test_file_that_cannot_be_emptied_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    write(path, "x" * 200)
+    troubles: list[str] = []
+    copies: list[Path] = []
+
+    def broken(path: Path) -> None:
+        copies.append(path)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(logs, "cut_log", broken)
+    follower = logs.LogFollower(path, [].append, start=0, on_trouble=troubles.append, bytes_max=100)
+    for _ in range(3):
+        await follower.poll()
+    assert (len(copies), len(troubles)) == (1, 1)
+    monkeypatch.setattr(logs, "CUT_RETRY_S", 0.0)
+    monkeypatch.setattr(follower, "_next_cut_s", 0.0)
+    await follower.poll()
+    await follower.poll()
+    assert (len(copies), len(troubles)) == (3, 1)
+
+
+async def test_faults_of_reading_are_told_once_and_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.log"
+    write(path, "one\n")
+    seen: list[str] = []
+    troubles: list[str] = []
+    follower = logs.LogFollower(path, seen.append, start=0, on_trouble=troubles.append)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for owner, name in ((logs.os, "stat"), (logs, "open")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, broken, raising=False)
+            await follower.poll()
+    assert (seen, troubles) == ([], [f"its log {path} cannot be followed: Input/output error"])
+    await follower.poll()
+    assert seen == ["one"]

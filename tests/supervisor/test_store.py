@@ -64,8 +64,10 @@ def test_lock_names_its_holder_and_is_free_after_release(tmp_path: Path) -> None
     folder = tmp_path / "demo"
     first, second = store.DeploymentLock(folder), store.DeploymentLock(folder)
     first.acquire()
-    with pytest.raises(StartError, match=rf"'demo' is already up .*pid {os.getpid()}"):
+    with pytest.raises(StartError, match=rf"'demo' is already up .*pid {os.getpid()}") as caught:
         second.acquire()
+    assert caught.value.remedy is not None
+    assert "one command that names them all: antiphon up --only prefill --only router" in caught.value.remedy
     first.release()
     second.acquire()
     second.release()

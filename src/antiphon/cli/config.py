@@ -15,6 +15,7 @@ from antiphon.config.explain import nearest
 from antiphon.config.facts import gather_facts
 from antiphon.config.live import LiveRow, check_live
 from antiphon.config.load import load_spec
+from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Problem, SpecError
 from antiphon.config.render import render_json, render_shell
@@ -51,10 +52,14 @@ def config() -> None:
 @click.option("--host", metavar="HOST", help="Only the processes that run on this host.")
 @click.option("--only", metavar="ROLE|NAME", help="Only prefill, decode, router, or one process such as prefill-0.")
 @click.option("--format", "form", type=click.Choice(["shell", "json"]), default="shell", show_default=True)
-def render(config_file: Path | None, sets: tuple[str, ...], host: str | None, only: str | None, form: str) -> None:
+@click.option("--show-secrets", is_flag=True, help="Print the values of keys, tokens and passwords instead of ***.")
+def render(
+    config_file: Path | None, sets: tuple[str, ...], host: str | None, only: str | None, form: str, show_secrets: bool
+) -> None:
     """Print the exact command line and environment of each process, to start it by hand on its host.
 
-    Each engine's id carries a fresh incarnation: render again before a restart.
+    Each engine's id carries a fresh incarnation: render again before a restart. Values whose names look like secrets
+    (api-key, HF_TOKEN) are masked unless --show-secrets is given.
     """
     try:
         compiled = compile_all(load_spec(spec_file(config_file), sets))
@@ -67,6 +72,10 @@ def render(config_file: Path | None, sets: tuple[str, ...], host: str | None, on
     for notice in compiled.notices:
         click.echo(f"notice: {notice}", err=True)
     plans = [plan.born(new_incarnation()) for plan in _selected(compiled.plans, host, only)]
+    shown = plans if show_secrets else [masked(plan) for plan in plans]
+    if shown != plans:
+        click.echo("notice: values that look like secrets are masked with ***; --show-secrets prints them", err=True)
+    plans = shown
     click.echo(render_shell(plans) if form == "shell" else render_json(plans), nl=False)
 
 

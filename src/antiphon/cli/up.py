@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ def prepare(
     compiled = compile_all(load_spec(config_path, sets))
     facts = gather_facts(compiled)
     selection = select_plans(compiled.plans, only, facts.local_hosts)
-    # What is started by hand, or by another command, may already hold its ports.
-    own_ports = frozenset(port for plan in selection.started for port in plan.ports.values())
-    report = run_checks(compiled, replace(facts, ports_in_use=facts.ports_in_use & own_ports))
+    report = run_checks(compiled, facts, started=[plan.name for plan in selection.started])
     if report.problems:
         raise SpecError(report.problems)
     notices = [str(notice) for notice in report.notices]

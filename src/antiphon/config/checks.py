@@ -6,8 +6,8 @@ Each check is a function of what was compiled and yields what it finds; :func:`r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS
 from antiphon.config.compile import Compiled
@@ -16,7 +16,7 @@ from antiphon.config.hosts import WILDCARDS, is_loopback
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import POOLS, Pool, Spec
-from antiphon.config.transfer import lease_s
+from antiphon.config.transfer import handover_max_s, lease_s
 from antiphon.config.vllm_args import OWNED_ARGS, OWNED_ENV
 
 Finding = Problem | Notice
@@ -31,23 +31,36 @@ class Report:
     notices: tuple[Notice, ...]
 
 
-def run_checks(compiled: Compiled, facts: HostFacts, *, is_running: bool = False) -> Report:
+def run_checks(
+    compiled: Compiled, facts: HostFacts, *, is_running: bool = False, started: Collection[str] | None = None
+) -> Report:
     """Every problem and notice of ``compiled`` on the host of ``facts``.
 
     Args:
         is_running: the deployment is already up, so memory, shared memory and ports are taken by it and not checked.
+        started: names of the processes that are about to be started, which alone need free memory, shared memory and
+            ports (default: all): what another command starts may hold its own already.
     """
-    checks: list[SpecCheck] = [*SPEC_CHECKS, *HOST_CHECKS]
-    if not is_running:
-        checks += RESOURCE_CHECKS
     found: list[Finding] = [*compiled.problems, *compiled.notices]
-    for check in checks:
+    for check in (*SPEC_CHECKS, *HOST_CHECKS):
         found += check(compiled, facts)
+    if not is_running:
+        needing = compiled if started is None else _only(compiled, started)
+        for check in RESOURCE_CHECKS:
+            found += check(needing, facts)
     # Two checks may find the same thing in two replicas; it is said once.
     found = list(dict.fromkeys(found))
     return Report(
         problems=tuple(item for item in found if isinstance(item, Problem)),
         notices=tuple(item for item in found if isinstance(item, Notice)),
+    )
+
+
+def _only(compiled: Compiled, names: Collection[str]) -> Compiled:
+    return replace(
+        compiled,
+        engines=tuple(engine for engine in compiled.engines if engine.name in names),
+        plans=tuple(plan for plan in compiled.plans if plan.name in names),
     )
 
 
@@ -103,9 +116,12 @@ def check_handoff(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
         yield Problem("handoff.kind", "handing over through a cache server is not part of this version", "write nixl")
     router = compiled.spec.router
     lease = lease_s(compiled.transfers["prefill"].config)
-    if "handover_timeout_s" in router.model_fields_set and router.handover_timeout_s > lease:
-        message = f"{router.handover_timeout_s:g} s is longer than the lease of the KV, {lease} s"
-        yield Problem("router.handover_timeout_s", message, f"write at most {lease}, or raise handoff.lease_s")
+    longest_s = handover_max_s(lease)
+    if "handover_timeout_s" in router.model_fields_set and router.handover_timeout_s > longest_s:
+        message = (
+            f"{router.handover_timeout_s:g} s leaves too little of the lease of the KV, {lease} s, for a late hand-over"
+        )
+        yield Problem("router.handover_timeout_s", message, f"write at most {longest_s:g}, or raise handoff.lease_s")
 
 
 def check_pools_agree(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
@@ -144,9 +160,12 @@ def _unequal(field: str, prefill: object, decode: object, shared: str) -> Iterat
 
 
 def check_hosts(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """Engines on several hosts do not name themselves loopback, and none names itself a wildcard."""
-    hosts = {engine.host for engine in compiled.engines}
-    others = sorted(host for host in hosts if not is_loopback(host) and host not in facts.local_hosts)
+    """No engine names itself loopback where another or the router is elsewhere, and none names itself a wildcard."""
+    others = {
+        plan.host: "the router runs" if plan.role == "router" else "an engine runs"
+        for plan in reversed(compiled.plans)
+        if not is_loopback(plan.host) and plan.host not in facts.local_hosts
+    }
     for pool in POOLS:
         for host in compiled.spec.pool(pool).hosts:
             if host in WILDCARDS:
@@ -154,7 +173,9 @@ def check_hosts(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
                 yield Problem(f"{pool}.hosts", f"{host} is not an address that peers can reach", fix)
             elif is_loopback(host) and others:
                 fix = "name the address that the other hosts reach it at"
-                yield Problem(f"{pool}.hosts", f"{host} cannot be reached from {others[0]}, where an engine runs", fix)
+                other = min(others)
+                message = f"{host} cannot be reached from {other}, where {others[other]}"
+                yield Problem(f"{pool}.hosts", message, fix)
         bind = compiled.spec.pool(pool).bind
         if bind is not None and is_loopback(bind) and not all(is_loopback(h) for h in compiled.spec.pool(pool).hosts):
             fix = f"leave {pool}.bind out, or write 0.0.0.0"
@@ -162,12 +183,30 @@ def check_hosts(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
 
 
 def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """The router is not published by accident, and its engines come from the pools."""
+    """The router is not published by accident, drains before it is killed, and its engines come from the pools."""
     router = compiled.spec.router
-    if not is_loopback(router.host) and router.admin_key_file is None and not router.public_without_key:
-        message = f"{router.host} can be reached from other hosts, and there is no key"
-        fix = "write 127.0.0.1, set router.admin_key_file, or allow it with router.public_without_key: true"
+    if not is_loopback(router.host) and not router.public_without_key:
+        message = (
+            f"{router.host} can be reached from other hosts, and there are no client keys in this version: anybody who "
+            "reaches it may use the inference routes"
+        )
+        fix = (
+            "write 127.0.0.1, with an authenticating proxy in front where other hosts need it, or allow it with "
+            "router.public_without_key: true"
+        )
         yield Problem("router.host", message, fix)
+    grace_s = compiled.spec.supervisor.stop_grace_s
+    if "drain_timeout_s" in router.model_fields_set and router.drain_timeout_s >= max(grace_s, 1e-9):
+        message = (
+            f"{router.drain_timeout_s:g} s is not less than supervisor.stop_grace_s, {grace_s:g} s, after which the "
+            "router is killed, draining or not"
+        )
+        fix = (
+            f"write less than {grace_s:g}, or raise supervisor.stop_grace_s"
+            if grace_s
+            else "write 0, or raise supervisor.stop_grace_s"
+        )
+        yield Problem("router.drain_timeout_s", message, fix)
     if router.port == 0:
         message = "0 takes any free port, which nobody else would know"
         yield Problem("router.port", message, "write a port, such as 30000")
@@ -210,9 +249,7 @@ def _check_pool_devices(spec: Spec, engines: list[Engine], facts: HostFacts) -> 
             continue
         if facts.num_cuda_devices == 0:
             fix = "write engine.device: cpu, or run on a host with an NVIDIA GPU"
-            yield Problem(
-                spec.knob_path(pool, "device"), "cuda, but this host has no NVIDIA GPU (no /dev/nvidia0)", fix
-            )
+            yield Problem(spec.knob_path(pool, "device"), "cuda, but this host has no NVIDIA GPU", fix)
             return
         for number in engine.devices:
             if number.isdigit() and int(number) >= facts.num_cuda_devices:

@@ -17,9 +17,12 @@ from antiphon.config.resolve import Engine, Machine, default_notices, place_engi
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.config.spec import Pool, Spec
-from antiphon.config.transfer import Transfer, lease_s, transfer_of
+from antiphon.config.transfer import Transfer, handover_max_s, lease_s, transfer_of
 from antiphon.config.vllm_args import engine_argv, engine_env, engine_unset_env
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
+
+DRAIN_SHARE = 2 / 3
+"""Of the grace period, for a router whose spec does not say how long it drains: the rest is for ending."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
             transfers[engine.pool] = transfer_of(engine, spec.handoff)
     plans = [_engine_plan(engine, spec, transfers[engine.pool]) for engine in engines]
     lease = lease_s(transfers["prefill"].config)
-    router, router_notices = _filled_router(spec.router, plans, lease)
+    router, router_notices = _filled_router(spec, plans, lease)
     plans.append(_router_plan(router, engines[0].host))
     found = transfers.values()
     return Compiled(
@@ -126,15 +129,23 @@ def simulated_knobs(engine: Engine, spec: Spec) -> SimulatedSpec:
     return own.model_copy(update=update)
 
 
-def _filled_router(router: RouterSpec, engines: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
-    """The router's knobs with the engines' URLs, and a hand-over deadline that lies inside the lease."""
+def _filled_router(spec: Spec, engines: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
+    """The router's knobs with the engines' URLs, and deadlines that lie inside the lease and the grace period."""
+    router = spec.router
     update: dict[str, Any] = {
         role: [plan.base_url for plan in engines if plan.role == role] for role in ("prefill", "decode")
     }
     notices = []
-    if "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > lease:
-        update["handover_timeout_s"] = float(lease)
-        notices.append(Notice("router.handover_timeout_s", f"{lease} s, the lease of the KV"))
+    longest_s = handover_max_s(lease)
+    if "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > longest_s:
+        update["handover_timeout_s"] = longest_s
+        notices.append(Notice("router.handover_timeout_s", f"{longest_s:g} s, within the lease of the KV, {lease} s"))
+    grace_s = spec.supervisor.stop_grace_s
+    if "drain_timeout_s" not in router.model_fields_set and router.drain_timeout_s >= grace_s:
+        update["drain_timeout_s"] = drain_s = round(grace_s * DRAIN_SHARE, 3)
+        notices.append(
+            Notice("router.drain_timeout_s", f"{drain_s:g} s, within supervisor.stop_grace_s, {grace_s:g} s")
+        )
     return router.model_copy(update=update), notices
 
 

@@ -6,11 +6,9 @@ has a limit. A host other than this one is not looked at.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from antiphon.config.compile import Compiled
-from antiphon.config.hosts import is_this_machine
+from antiphon.config.cuda import num_cuda_devices
+from antiphon.config.hosts import is_port_taken, is_this_machine
 from antiphon.config.resolve import Engine
 from antiphon.config.vllm_args import looks_like_folder
 
@@ -99,10 +98,10 @@ def gather_facts(compiled: Compiled) -> HostFacts:
     with ThreadPoolExecutor(max_workers=4) as pool:
         answers = pool.map(probe_interpreter, keys)
         return HostFacts(
-            mem_available_bytes=_mem_available_bytes(),
+            mem_available_bytes=mem_available_bytes(),
             shm_free_bytes=_free_bytes("/dev/shm"),
             cores=len(os.sched_getaffinity(0)),
-            num_cuda_devices=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+            num_cuda_devices=num_cuda_devices(),
             local_hosts=local_hosts,
             ports_in_use=_ports_in_use(compiled, local_hosts),
             interpreters=dict(zip(keys, answers, strict=True)),
@@ -111,13 +110,25 @@ def gather_facts(compiled: Compiled) -> HostFacts:
         )
 
 
-def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
-    """Ask the interpreter of ``key`` which vLLM and NIXL it has, without importing them."""
+def run_python(key: InterpreterKey, code: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in the interpreter of ``key``. Raises OSError and subprocess.TimeoutExpired."""
     python, pythonpath = key
     env = {**os.environ, "PYTHONPATH": pythonpath} if pythonpath else dict(os.environ)
-    command = [python, "-c", _PROBE]
+    return subprocess.run(
+        [python, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=env,
+        check=False,
+    )
+
+
+def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
+    """Ask the interpreter of ``key`` which vLLM and NIXL it has, without importing them."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=env, check=False)
+        done = run_python(key, _PROBE, timeout_s=PROBE_TIMEOUT_S)
         answer = json.loads(done.stdout) if done.returncode == 0 else None
     except OSError as error:
         return InterpreterFacts(error=error.strerror or str(error))
@@ -131,16 +142,26 @@ def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
     return InterpreterFacts(vllm=answer["vllm"], nixl=answer["nixl"])
 
 
-def _mem_available_bytes() -> int:
+def mem_available_bytes(*, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that can be had without swapping, inside the limit of the control group where there is one."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    available = int(match.group(1)) * 1024 if match else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _number_of(meminfo.read_text(), r"MemAvailable:\s+(\d+) kB") * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = (cgroup / "memory.stat").read_text()
     except (OSError, ValueError):
         return available
-    return min(available, max(0, int(limit) - used)) if limit.isdigit() else available
+    if not limit.isdigit():
+        return available
+    # What the kernel gives back under pressure counts as used: a container that has read its weights looks full.
+    used -= _number_of(stat, r"inactive_file (\d+)") + _number_of(stat, r"slab_reclaimable (\d+)")
+    return min(available, max(0, int(limit) - max(0, used)))
+
+
+def _number_of(text: str, line: str) -> int:
+    """The number in the line of ``text`` that matches, 0 where there is none."""
+    match = re.search(rf"^{line}$", text, re.MULTILINE)
+    return int(match.group(1)) if match else 0
 
 
 def _free_bytes(path: str) -> int:
@@ -157,21 +178,7 @@ def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[
     router = compiled.plans[-1]
     if router.host in local_hosts:
         bound.add((compiled.spec.router.host, router.ports["http"]))
-    return frozenset(port for host, port in bound if _is_in_use(host, port))
-
-
-def _is_in_use(host: str, port: int) -> bool:
-    """Whether binding fails because someone listens; as servers do, ports that only wait to be forgotten are free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-        except OverflowError:
-            return False  # past 65535: a check of its own
-    return False
+    return frozenset(port for host, port in bound if is_port_taken(host, port))
 
 
 def _model_facts(path: str) -> ModelFacts:

@@ -1,11 +1,12 @@
-"""Host names as the spec writes them: which are loopback, which are this machine, and URLs made of them.
+"""Host names as the spec writes them: which are loopback, which are this machine, their ports, and URLs made of them.
 
-No name is looked up in DNS, so nothing here waits: a name other than ``localhost`` and this machine's own is taken for
-another host.
+No other host's name is looked up in DNS, so nothing here waits: a name other than ``localhost`` and this machine's own
+is taken for another host.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from urllib.parse import urlsplit
@@ -38,6 +39,24 @@ def is_this_machine(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def is_port_taken(host: str, port: int) -> bool:
+    """Whether something listens on a port of this machine: as a server does, it is bound, and let go at once.
+
+    With SO_REUSEADDR, so that connections in TIME_WAIT do not count; without SO_REUSEPORT, which would let two
+    processes share the port. False for a port that cannot be bound for another reason, which the server reports best.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+        except OverflowError:
+            return False  # past 65535: a check of its own
+    return False
 
 
 def http_url(host: str, port: int) -> str:

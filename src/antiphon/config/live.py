@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from antiphon.config.compile import Compiled
-from antiphon.config.facts import InterpreterKey, interpreter_key, probe_interpreter
+from antiphon.config.facts import InterpreterKey, interpreter_key, probe_interpreter, run_python
 from antiphon.config.hosts import host_and_port, is_this_machine
 from antiphon.config.plan import ProcessPlan
 
@@ -152,21 +151,11 @@ def _interpreters(compiled: Compiled) -> Iterable[InterpreterKey]:
 
 
 def _import_nixl(key: InterpreterKey) -> LiveRow:
-    python, pythonpath = key
-    env = {**os.environ, "PYTHONPATH": pythonpath} if pythonpath else dict(os.environ)
-    command = [python, "-c", "import nixl._api"]
+    python, _ = key
     fix = f"install NIXL for it: {python} -m pip install nixl"
     target = "import nixl"
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_TIMEOUT_S,
-            env=env,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = run_python(key, "import nixl._api", timeout_s=IMPORT_TIMEOUT_S)
     except OSError as error:
         return LiveRow(python, target, False, error.strerror or str(error), "name the interpreter that has NIXL")
     except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 """What the compiler produces: one process, ready to be started or printed.
 
-A plan is data. It does not start anything, and it holds no secret that may not be printed.
+A plan is data: it does not start anything. ``argv`` and ``env`` may hold secrets (an API key, a hub token); what shows
+a plan to people masks them first (``masking.py``).
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ then the flags of `antiphon up`: each field below is a flag too (`--router.port 
 path, also one inside a mapping (`--set engine.args.seed=1`).
 
 - `antiphon config check` refuses what cannot work before anything starts; `--live` tries running processes.
-- `antiphon config render` prints the command line and environment of every process.
+- `antiphon config render` prints the command line and environment of every process; values that look
+  like secrets are masked unless `--show-secrets` is given.
 
 """
 _KINDS = {

@@ -6,12 +6,11 @@ Pure: the machine is an argument. The machine that compiles the spec stands for 
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_loopback
 from antiphon.config.problems import Notice
 from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
@@ -63,8 +62,7 @@ class Engine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    has_cuda = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
-    return Machine(cores=len(os.sched_getaffinity(0)), has_cuda=has_cuda)
+    return Machine(cores=len(os.sched_getaffinity(0)), has_cuda=num_cuda_devices() > 0)
 
 
 def device_of(pool: PoolSpec, machine: Machine) -> Literal["cpu", "cuda"]:

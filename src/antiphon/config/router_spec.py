@@ -141,14 +141,15 @@ class RouterSpec(SpecModel):
         default=20.0,
         ge=0,
         le=3600,
-        description="Seconds that requests in flight may take to end when the router stops, 0 to 3600.",
+        description="Seconds that requests in flight may take to end when the router stops, 0 to 3600; less than "
+        "supervisor.stop_grace_s, after which it would be killed.",
     )
     handover_timeout_s: float = Field(
         default=20.0,
         gt=0,
         le=3600,
         description="Seconds after the prefill answered in which its KV may still be handed to a decode engine, "
-        "0 to 3600. At most handoff.lease_s: after the lease the blocks hold other data.",
+        "0 to 3600. At most handoff.lease_s less 5 s (half of a short lease): after the lease the blocks hold other data.",
     )
     abort_grace_s: float = Field(
         default=1.0,

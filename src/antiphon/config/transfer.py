@@ -16,6 +16,7 @@ from antiphon.config.spec import HandoffSpec
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+LEASE_MARGIN_S = 5
 POLICIES = ("fail", "recompute")
 NIXL, MULTI = "NixlConnector", "MultiConnector"
 CACHE_CONNECTORS = frozenset(
@@ -63,6 +64,15 @@ def lease_s(config: dict[str, Any]) -> int:
             lease = part.get("kv_connector_extra_config", {}).get("kv_lease_duration", 30)
             return lease if isinstance(lease, int) else 30
     return 30
+
+
+def handover_max_s(lease: int) -> float:
+    """The longest ``router.handover_timeout_s`` for a lease in seconds.
+
+    It leaves a margin of 5 s, of half the lease where that is short: the lease begins before the router hears of the
+    KV, and a hand-over that begins last needs time to reach the prefill engine.
+    """
+    return max(float(lease - LEASE_MARGIN_S), lease / 2)
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,9 @@ It does not decide whether to start again: the supervisor does.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -26,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from antiphon.config.hosts import is_port_taken
+from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
 from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
@@ -126,20 +126,24 @@ class Child:
 
     async def stop(self) -> None:
         """End this life: SIGTERM to the process, ``stop_grace_s``, then SIGKILL to its session."""
+        how = "stopped"
         if self._process is not None and self._session is not None and self._exit is not None:
+            asked_s = time.monotonic()
             leader = procfs.read_stat(self._process.pid)
             if leader is not None and not self._exit.done():
                 procfs.send(leader, signal.SIGTERM)
                 procfs.send(leader, signal.SIGCONT)
                 await self._wait_exit_or_kill(self._around.stop_grace_s)
             is_graceful = self._exit.done()
-            self.record.last_exit = (
-                describe_exit(self._exit.result()) if is_graceful else "killed after the grace period"
-            )
+            if is_graceful:
+                self.record.last_exit = describe_exit(self._exit.result())
+            else:
+                self.record.last_exit = f"killed after {time.monotonic() - asked_s:.3g} s"
+                how = f"stopped: {self.record.last_exit}"
             await self._clear(TERM_GRACE_S if is_graceful and not self._around.kill_now.is_set() else 0.0)
         if self.record.state != "failed":
             self._set_state("stopped")
-            self._around.on_event(self, "stopped", "stopped")
+            self._around.on_event(self, "stopped", how)
 
     def mark(self, state: ProcessPhase) -> None:
         """Record a decision of the supervisor: ``restarting`` or ``failed``."""
@@ -193,7 +197,7 @@ class Child:
             ) from error
         try:
             started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            banner = f"--- antiphon: {started} starting {marker}: {shlex.join(plan.argv)}\n"
+            banner = f"--- antiphon: {started} starting {marker}: {shlex.join(masked(plan).argv)}\n"
             os.write(log_fd, banner.encode())
             self._run_start = os.fstat(log_fd).st_size
             # -I -S: neither the user's environment nor site-packages can change or slow down the first program.
@@ -208,7 +212,12 @@ class Child:
         self._process = process
         self._exit = asyncio.create_task(process.wait(), name=f"exit of {plan.name}")
         self._fatal = asyncio.get_running_loop().create_future()
-        self._follower = LogFollower(self._log_path, self._take_line, start=self._run_start)
+        self._follower = LogFollower(
+            self._log_path,
+            self._take_line,
+            start=self._run_start,
+            on_trouble=lambda text: self._around.on_event(self, "notice", text),
+        )
         self._follow = asyncio.create_task(self._follower.run(), name=f"log of {plan.name}")
         self.record.pid, self.record.incarnation, self.record.started_at = process.pid, incarnation, time.time()
         # The process waits at its gate, so that its start time can be read before it can end.
@@ -317,20 +326,4 @@ def describe_exit(returncode: int) -> str:
 
 def _taken_port(plan: ProcessPlan) -> tuple[str, int] | None:
     """The first port of the plan that something listens on already, with its use; None when all are free."""
-    for use, port in plan.ports.items():
-        try:
-            addresses = socket.getaddrinfo(plan.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        except socket.gaierror:
-            continue
-        family, kind, proto, _, address = addresses[0]
-        with socket.socket(family, kind, proto) as probe:
-            # As the engine binds it, so that connections in TIME_WAIT do not count; without SO_REUSEPORT, which would
-            # let two processes share the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                # Any other fault (no such address, no permission) the process itself reports best.
-                if error.errno == errno.EADDRINUSE:
-                    return use, port
-    return None
+    return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.host, port)), None)

@@ -1,7 +1,8 @@
 """The supervisor's side of the watchdog: starts it, tells it the sessions, replaces it when it dies.
 
-Invariant: a session is told to the watchdog before its process is let go (``launch.py`` waits for that), and taken back
-only when no member of it is left.
+Invariants: a session is told to the watchdog before its process is let go (``launch.py`` waits for that), and taken
+back only when no member of it is left. A watchdog that is given up on is killed before its pipe is closed: one that
+became ready later would take the end of file for the end of the supervisor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +23,14 @@ from antiphon.supervisor.procfs import Session
 
 START_TIMEOUT_S = 30.0
 """A Python process starts in 0.1 s; a starved host takes longer."""
-REPLACEMENTS_MAX = 10
-"""A watchdog that keeps dying is reported, not replaced for ever."""
+START_ATTEMPTS = 3
+"""A watchdog that does not start so often refuses the start of the supervisor."""
+RETRY_FIRST_S = 1.0
+"""Before the second attempt; doubles with each further one."""
+RETRY_MAX_S = 60.0
+"""Longest wait between two attempts to replace a watchdog; one that lived longer begins again without a wait."""
+KILLED_TIMEOUT_S = 10.0
+"""A process in an uninterruptible wait can outlive SIGKILL; it runs no code of its own any more."""
 
 
 class Guard:
@@ -43,7 +51,13 @@ class Guard:
 
     async def start(self) -> None:
         """Start the watchdog. Raises StartError."""
-        await self._spawn()
+        for attempt in range(START_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_delay_s(attempt))
+            if await self._spawn():
+                break
+        else:
+            raise StartError(f"the watchdog did not start: see {self._log_path}")
         self._watch = asyncio.create_task(self._replace_when_dead(), name="antiphon-guard")
 
     async def stop(self) -> None:
@@ -76,8 +90,19 @@ class Guard:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _spawn(self) -> None:
-        log_fd = open_log(self._log_path)
+    async def _spawn(self) -> bool:
+        """Start a process and tell it every session; False when it was not ready in time, and has been killed.
+
+        Raises StartError when it cannot be started at all.
+        """
+        try:
+            log_fd = open_log(self._log_path)
+        except OSError as error:
+            raise StartError(
+                f"the watchdog's log {self._log_path} cannot be written: {error.strerror}",
+                field="supervisor.log_dir",
+                remedy="choose a folder that this user can write",
+            ) from error
         try:
             # fmt: off
             self._process = await asyncio.create_subprocess_exec(
@@ -96,20 +121,47 @@ class Guard:
         line = b""
         with suppress(TimeoutError):
             line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
-        if line != watchdog.READY_LINE:
-            self._close_pipe()
-            raise StartError(f"the watchdog did not start: see {self._log_path}")
+        if line == watchdog.READY_LINE:
+            return True
+        await self._discard(self._process)
+        return False
+
+    async def _discard(self, process: Process) -> None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILLED_TIMEOUT_S)
+        self._close_pipe()
+        self._process = None
 
     async def _replace_when_dead(self) -> None:
-        for _ in range(REPLACEMENTS_MAX):
+        """Until cancelled: wait for the end of the watchdog and start another, with ever longer waits in between."""
+        num_failed = 0
+        while True:
             assert self._process is not None
+            started_s = time.monotonic()
             code = await self._process.wait()
-            self._on_notice(f"the watchdog ended ({code}); starting another")
-            try:
-                await self._spawn()
-            except StartError as error:
-                self._on_notice(str(error))
-                return
-        self._on_notice(
-            "the watchdog keeps ending: if this supervisor is killed with SIGKILL, processes may stay behind"
-        )
+            if time.monotonic() - started_s > RETRY_MAX_S:
+                num_failed = 0
+            why = f"the watchdog ended ({code})"
+            while True:
+                if num_failed:
+                    delay_s = _delay_s(num_failed)
+                    self._on_notice(
+                        f"{why}; trying again in {delay_s:g} s: until one runs, processes may stay behind if this "
+                        "supervisor is killed with SIGKILL"
+                    )
+                    await asyncio.sleep(delay_s)
+                else:
+                    self._on_notice(f"{why}; starting another")
+                num_failed += 1
+                try:
+                    if await self._spawn():
+                        break
+                    why = f"the watchdog did not start (see {self._log_path})"
+                except StartError as error:
+                    why = error.message
+
+
+def _delay_s(num_failed: int) -> float:
+    return min(RETRY_MAX_S, RETRY_FIRST_S * 2.0 ** min(num_failed - 1, 16))

@@ -6,7 +6,8 @@ size.
 
 Invariants: a file is at most ``RUN_BYTES_MAX`` plus what is written within one poll, and at most ``NUM_KEPT`` older
 ones are kept. Cutting a file that a child is writing copies it first; lines written between the end of the copy and the
-cut (microseconds) are lost.
+cut (microseconds) are lost, and all of it where the copy cannot be made (a full disk). A fault of the file system is
+told once and ends nothing: the follower tries again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 ROTATE_AT_START_BYTES = 8 * 1024 * 1024
@@ -29,6 +32,8 @@ TAIL_BYTES = 256 * 1024
 FOLLOW_POLL_S = 0.1
 BACKLOG_BYTES_MAX = 4 * 1024 * 1024
 """The follower skips ahead when it is this far behind; the file has everything."""
+CUT_RETRY_S = 60.0
+"""After a file could not be emptied: a copy of it each poll would keep the disk busy."""
 _READ_BYTES = 128 * 1024
 _LINE_BYTES_MAX = 16 * 1024
 
@@ -61,12 +66,24 @@ def open_log(path: Path, *, rotate_bytes: int = ROTATE_AT_START_BYTES) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def cut_log(path: Path) -> None:
-    """Put the content of a file that is being written aside, and empty it. Blocks; raises OSError."""
-    _shift(path)
-    shutil.copyfile(path, _kept_path(path, 1))
-    os.chmod(_kept_path(path, 1), 0o600)
+def cut_log(path: Path) -> OSError | None:
+    """Put the content of a file that is being written aside, and empty it. Blocks.
+
+    Returns the fault for which it was emptied without being put aside. Raises OSError when it could not be emptied.
+    """
+    fault = None
+    kept = _kept_path(path, 1)
+    try:
+        _shift(path)
+        shutil.copyfile(path, kept)
+        os.chmod(kept, 0o600)
+    except OSError as error:
+        fault = error
+        # Half a copy would hold what little space is left.
+        with suppress(OSError):
+            kept.unlink(missing_ok=True)
     os.truncate(path, 0)
+    return fault
 
 
 def tail_lines(path: Path, *, start: int, bytes_max: int = TAIL_BYTES) -> list[str]:
@@ -85,15 +102,27 @@ def tail_lines(path: Path, *, start: int, bytes_max: int = TAIL_BYTES) -> list[s
 
 
 class LogFollower:
-    """Calls ``on_line`` for each line appended to a file, from the loop of the supervisor."""
+    """Calls ``on_line`` for each line appended to a file, from the loop of the supervisor.
+
+    ``on_trouble`` is called with the first fault of the file system, and not again.
+    """
 
     def __init__(
-        self, path: Path, on_line: Callable[[str], None], *, start: int, bytes_max: int = RUN_BYTES_MAX
+        self,
+        path: Path,
+        on_line: Callable[[str], None],
+        *,
+        start: int,
+        on_trouble: Callable[[str], None],
+        bytes_max: int = RUN_BYTES_MAX,
     ) -> None:
         self._path = path
         self._on_line = on_line
+        self._on_trouble = on_trouble
+        self._has_told_trouble = False
         self._offset = start
         self._bytes_max = bytes_max
+        self._next_cut_s = 0.0
         self._partial = b""
         self.num_skipped_bytes = 0
         """Bytes that were not handed to ``on_line`` because the follower was too far behind."""
@@ -108,28 +137,52 @@ class LogFollower:
     async def poll(self) -> None:
         """Hand over what has been appended since the last call; put the file aside when it has grown too large."""
         try:
-            with open(self._path, "rb") as file:  # noqa: ASYNC230 (a local file; reads are bounded)
-                size = file.seek(0, os.SEEK_END)
-                if size < self._offset:
-                    self._offset = 0
-                if size - self._offset > BACKLOG_BYTES_MAX:
-                    skipped_to = size - _READ_BYTES
-                    self.num_skipped_bytes += skipped_to - self._offset
-                    self._offset, self._partial = skipped_to, b""
-                file.seek(self._offset)
-                while part := file.read(_READ_BYTES):
-                    self._offset += len(part)
-                    self._take(part)
-                    await asyncio.sleep(0)
-                    if self._offset >= size:
-                        break
+            size = os.stat(self._path).st_size
         except FileNotFoundError:
             # Somebody removed the log; the child writes to the nameless file, and there is nothing to follow.
             return
-        if size > self._bytes_max:
-            await asyncio.to_thread(cut_log, self._path)
+        except OSError as error:
+            self._tell("followed", error)
+            return
+        if size < self._offset:
             self._offset = 0
-            self.num_cuts += 1
+        if size - self._offset > BACKLOG_BYTES_MAX:
+            skipped_to = size - _READ_BYTES
+            self.num_skipped_bytes += skipped_to - self._offset
+            self._offset, self._partial = skipped_to, b""
+        while self._offset < size and (part := self._read()):
+            self._offset += len(part)
+            self._take(part)
+            await asyncio.sleep(0)
+        if size > self._bytes_max and time.monotonic() >= self._next_cut_s:
+            await self._cut()
+
+    def _read(self) -> bytes:
+        """The next bytes; none where they cannot be read."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                return file.read(_READ_BYTES)
+        except OSError as error:
+            self._tell("read", error)
+            return b""
+
+    async def _cut(self) -> None:
+        try:
+            fault = await asyncio.to_thread(cut_log, self._path)
+        except OSError as error:
+            self._next_cut_s = time.monotonic() + CUT_RETRY_S
+            self._tell("emptied", error)
+            return
+        self._offset = 0
+        self.num_cuts += 1
+        if fault is not None:
+            self._tell("put aside, and was emptied", fault)
+
+    def _tell(self, what: str, error: OSError) -> None:
+        if not self._has_told_trouble:
+            self._has_told_trouble = True
+            self._on_trouble(f"its log {self._path} cannot be {what}: {error.strerror or error}")
 
     def _take(self, part: bytes) -> None:
         *lines, rest = (self._partial + part).split(b"\n")

@@ -63,7 +63,9 @@ def already_up(name: str, holder: str) -> StartError:
     """The error of a second supervisor; ``holder`` is the pid of the first."""
     return StartError(
         f"deployment {name!r} is already up on this host (supervisor pid {holder})",
-        remedy=f"stop it with: antiphon down --name {name}; or give this one another name",
+        remedy=f"stop it with: antiphon down --name {name}; or give this one another name. "
+        "Several roles of one deployment are started on a host by one command that names them all: "
+        "antiphon up --only prefill --only router",
     )
 
 

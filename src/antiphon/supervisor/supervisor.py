@@ -30,6 +30,7 @@ from antiphon.supervisor.child import Child, Surroundings
 from antiphon.supervisor.console import Console
 from antiphon.supervisor.events import EventKind, OnEvent, SupervisorEvent
 from antiphon.supervisor.guard import Guard
+from antiphon.supervisor.report import sessions_of
 from antiphon.supervisor.restart import RestartBudget
 from antiphon.supervisor.watchdog import KILL_DEADLINE_S, TERM_GRACE_S, end_sessions
 
@@ -219,13 +220,7 @@ class Supervisor:
     async def _end_leftovers(self) -> None:
         """End what an earlier supervisor of this deployment left, which takes the death of its watchdog as well."""
         previous = store.load_previous(self._folder)
-        if previous is None or previous.boot_id != procfs.boot_id():
-            return
-        sessions = [
-            procfs.Session(record.pid, record.start_ticks, f"{previous.name}/{record.name}/{record.incarnation}")
-            for record in previous.processes
-            if record.pid is not None and record.start_ticks is not None
-        ]
+        sessions = [] if previous is None else sessions_of(previous)
         left = procfs.members(sessions)
         if left:
             self._emit("notice", "", f"ending {len(left)} processes that an earlier run left behind")

@@ -6,7 +6,6 @@ that is the supervisor's work; what a dead supervisor left behind, it ends.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -72,7 +71,7 @@ def _stop_supervisor(
     if supervisor is None or supervisor.start_ticks != state.supervisor_start_ticks:
         return
     on_progress(f"stopping (supervisor pid {state.supervisor_pid})")
-    os.kill(supervisor.pid, signal.SIGTERM)
+    procfs.send(supervisor, signal.SIGTERM)
     started = told = time.monotonic()
     while time.monotonic() - started < timeout_s:
         latest = store.read_state(folder) or state
