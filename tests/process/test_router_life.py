@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import signal
 import socket
@@ -114,13 +115,21 @@ def test_signal_lets_live_streams_end(decode: EngineProcess, start_router: Start
     assert "cut" not in router.log
 
 
+def check_stopped(answer: Answer) -> None:
+    """A stream that was cut must not look complete: it ends with an error event, then the end of the stream."""
+    *_, last, done = answer.body.decode().strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the router is stopping"
+    assert done == "data: [DONE]"
+    assert not answer.is_cut
+
+
 def test_draining_has_an_end(decode: EngineProcess, start_router: Start) -> None:
     router = start_router(*urls([decode], "decode"), "--drain-timeout-s", "0.3")
     stream = Stream(router.port, 1000)
     began = time.monotonic()
     router.process.terminate()
     answer = stream.rest()
-    assert answer.is_cut, "a stream that was cut must not look complete"
+    check_stopped(answer)
     assert router.process.wait(5) == 0
     assert time.monotonic() - began < 5.0
     assert "stopped with 1 requests cut" in router.log
@@ -132,7 +141,7 @@ def test_second_signal_ends_the_draining(decode: EngineProcess, start_router: St
     router.process.terminate()
     wait_for(lambda: is_refused(router.port), "it is draining")
     router.process.terminate()
-    assert stream.rest().is_cut
+    check_stopped(stream.rest())
     assert router.process.wait(5) == 0
 
 
@@ -183,20 +192,19 @@ def test_flags_that_cannot_work(flags: list[str], words: str) -> None:
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["no key", "key"])
-def test_public_address_without_a_key_is_warned_of(
-    decode: EngineProcess, start_router: Start, tmp_path: Path, has_key: bool
-) -> None:
+def test_public_address_is_warned_of(decode: EngineProcess, start_router: Start, tmp_path: Path, has_key: bool) -> None:
     (tmp_path / "key").write_text("secret")
     flags = ["--admin-key-file", str(tmp_path / "key")] if has_key else []
     router = start_router(*urls([decode], "decode"), "--host", "0.0.0.0", *flags)
-    assert ("listening on 0.0.0.0 without a key" in router.log) != has_key
+    assert "listening on 0.0.0.0 without client keys" in router.log
+    assert ("for who shows the admin key" in router.log) is has_key
     assert router.complete("x", 1).status == 200
     assert router.stop() == 0
 
 
 def test_loopback_is_not_warned_of(decode: EngineProcess, start_router: Start) -> None:
     router = start_router(*urls([decode], "decode"))
-    assert "without a key" not in router.log
+    assert "without client keys" not in router.log
     assert re.search(r"routing 0 prefill and 1 decode engines on http://127.0.0.1:\d+", router.log)
 
 

@@ -6,16 +6,16 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -152,7 +152,7 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
 class RouterProcess:
     """One running router."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: int) -> None:
         self.process = process
         self.port = 0
         self._log = log
@@ -161,7 +161,7 @@ class RouterProcess:
     def start(cls, preexec: Preexec, *flags: str) -> RouterProcess:
         """Start a router on a free port with the command line of vllm-router and ``flags``; wait until it listens."""
         argv = [sys.executable, "-m", "antiphon", "router", "--policy", "round_robin", "--vllm-pd-disaggregation"]
-        log = tempfile.NamedTemporaryFile(prefix="router-", suffix=".log")  # noqa: SIM115 (gone when the object is)
+        log = os.memfd_create("router-log")  # readable after the end of the process, and gone with the test process
         router = cls(subprocess.Popen([*argv, "--port", "0", *flags], stderr=log, preexec_fn=preexec), log)
 
         def listens() -> int:
@@ -175,8 +175,7 @@ class RouterProcess:
     @property
     def log(self) -> str:
         """What it wrote to stderr so far."""
-        with open(self._log.name) as log:
-            return log.read()
+        return os.pread(self._log, os.fstat(self._log).st_size, 0).decode()
 
     def ask(self, method: str, path: str, body: Any = None, **rest: Any) -> Answer:
         return ask(self.port, method, path, body, **rest)

@@ -149,7 +149,8 @@ class RouterSpec(SpecModel):
         gt=0,
         le=3600,
         description="Seconds after the prefill answered in which its KV may still be handed to a decode engine, "
-        "0 to 3600. At most handoff.lease_s less 5 s (half of a short lease): after the lease the blocks hold other data.",
+        "0 to 3600. At most handoff.lease_s less 5 s (half of a short lease): after the lease the blocks hold other "
+        "data.",
     )
     abort_grace_s: float = Field(
         default=1.0,
