@@ -75,6 +75,7 @@ def test_vllm_on_cpu_as_it_is_known_to_work() -> None:
         "OMP_NUM_THREADS": "2",
         "ANTIPHON_NIXL_PROGRESS_THREAD": "0",
         "ANTIPHON_SPIN_WAIT": "0",
+        "TORCHDYNAMO_DISABLE": "1",
     }
     assert plan.unset_env == ("VLLM_CPU_KVCACHE_SPACE",)
     assert (plan.base_url, plan.ready_path, plan.model_name) == ("http://127.0.0.1:8001", "/health", "tiny")

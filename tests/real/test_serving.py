@@ -118,6 +118,13 @@ async def test_requests_that_one_handle_cannot_serve(
     assert deployment.decode_metrics().num_nixl_transfers == before
 
 
+async def test_log_probabilities_need_no_compiler(deployment: Deployment, http: httpx.AsyncClient) -> None:
+    answer = await complete(http, deployment.url, prompt="The sky is", logprobs=2)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["logprobs"]["top_logprobs"]) == MAX_TOKENS
+    assert answer.elapsed.total_seconds() < 10
+
+
 async def test_token_ids_unknown_fields_and_odd_numbers_are_for_the_engine(
     deployment: Deployment, http: httpx.AsyncClient
 ) -> None:

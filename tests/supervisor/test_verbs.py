@@ -51,7 +51,7 @@ def test_closing_block_has_a_command_that_can_be_copied() -> None:
     text = "\n".join(closing_lines(select_plans(PLANS, (), LOCAL), "smollm2", [("router", "/l/router.log")]))
     assert (
         'curl -s http://127.0.0.1:1/v1/completions -H "Content-Type: application/json" -d '
-        '\'{"model":"smollm2","prompt":"The capital of France is","max_tokens":16}\''
+        '\'{"model":"smollm2","prompt":"The capital of France is","max_tokens":16,"temperature":0}\''
     ) in text
     assert "/l/router.log" in text
     assert "curl" not in "\n".join(closing_lines(select_plans(PLANS, ("decode",), LOCAL), "m", []))

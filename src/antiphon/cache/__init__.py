@@ -1,1 +1,1 @@
-"""The cache server's decisions, pure: index, arena books, leases, two-phase store, eviction, quota. Events in, effects out."""
+"""The cache server's decisions, pure: index, arena, leases, two-phase store, eviction. Events in, effects out."""

@@ -57,8 +57,8 @@ class Arena:
         size_bytes: bytes of the whole arena, a multiple of the alignment.
         usable_bytes: bytes usable at the start, a multiple of the alignment.
         alignment_bytes: every region starts and ends at a multiple.
-        first_generation: generation of the first allocation. Drawn at random by who starts the server, so that no handle
-            of an earlier life is taken for one of this life.
+        first_generation: generation of the first allocation. Drawn at random by who starts the server, so that no
+            handle of an earlier life is taken for one of this life.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """What comes in: calls of engines, and facts that the shell has seen. Values only.
 
-Every event is answered by exactly one reply (``effects``), the first effect of its step. Keys and namespaces are digests
-(``core.chunks``, ``core.namespace``); the caller chains them, and the cache checks that a key, its namespace, the
-tenant and the layout belong together.
+Every event is answered by exactly one reply (``effects``), the first effect of its step. Keys and namespaces are
+digests (``core.chunks``, ``core.namespace``); the caller chains them, and the cache checks that a key, its namespace,
+the tenant and the layout belong together.
 """
 
 from __future__ import annotations
@@ -158,17 +158,4 @@ class Tick:
     """Time has passed. Every step looks at the time; this one does nothing else."""
 
 
-Event = (
-    Attach
-    | Detach
-    | Lookup
-    | Release
-    | CopyBegan
-    | CopyEnded
-    | Reserve
-    | Commit
-    | Abort
-    | Clear
-    | ArenaGrew
-    | Tick
-)
+Event = Attach | Detach | Lookup | Release | CopyBegan | CopyEnded | Reserve | Commit | Abort | Clear | ArenaGrew | Tick

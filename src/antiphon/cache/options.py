@@ -22,19 +22,21 @@ class CacheOptions:
         arena_bytes: bytes of the arena when it is wholly populated.
         usable_bytes: bytes populated at the start; None means all. It grows by ``ArenaGrew``.
         chunk_size_tokens: tokens of a chunk; an engine with another size is refused at ``Attach``.
-        alignment_bytes: every region starts and ends at a multiple: a page, which direct disk access and pinning ask for.
+        alignment_bytes: every region starts and ends at a multiple: a page, which direct disk access and pinning ask
+            for.
         eviction_policy: ``lru``, or ``arc`` (resists scans).
         quarantine_s: seconds between the end of a connection and the reuse of the bytes that it could touch: the DMA of
             a dying process ends well within one second.
         lease_alarm_s: age in seconds at which a lease raises an alarm; it is never ended by it. A load takes far less.
         reservation_alarm_s: the same for a reservation that is neither committed nor aborted.
-        leased_share_max: share of the arena that the leases of one engine may hold, each lease counted whole; past it a
-            lookup reports a shorter prefix. It keeps one engine from pinning the arena.
+        leased_share_max: share of the arena that the leases of one engine may protect, each chunk counted once; past it
+            a lookup reports a shorter prefix. It keeps one engine from pinning the arena.
         reserved_share_max: share of the arena that one connection may have reserved and not committed; past it chunks
             are refused. It keeps a writer that never commits from filling the arena.
         quota_bytes: bytes that a tenant may occupy, by tenant.
         default_quota_bytes: the same for tenants not named; None means no quota.
-        keys_per_call_max: chunk keys of one call: 16384 are 4 M tokens, past any context length; a larger call is refused.
+        keys_per_call_max: chunk keys of one call: 16384 are 4 M tokens, past any context length; a larger call is
+            refused.
         tenants_max: tenants with an account. Past it the account that was idle longest is folded into
             ``Statistics.folded``; where all hold something, a call of a new tenant is refused.
         event_log_max: events kept for observers, about 300 bytes each; who reads too late is told how many are lost.

@@ -1,7 +1,7 @@
 """The states of slabs, chunks and leases, and every transition between them, as tables.
 
-The code changes a state only through ``enter``, which asserts that the table lists the pair; ``docs/cache.md`` shows these
-tables (``transition_tables``), and a test holds it in step.
+The code changes a state only through ``enter``, which asserts that the table lists the pair; ``docs/cache.md`` shows
+these tables (``transition_tables``), and a test holds it in step.
 """
 
 from __future__ import annotations
@@ -64,18 +64,27 @@ TRANSITIONS: dict[tuple[State, State], str] = {
     (ChunkState.INCOMPLETE, ChunkState.FREED): "evicted, cleared, or the only writer aborted with nothing committed",
     (ChunkState.READABLE, ChunkState.RETIRED): "cleared while leased",
     (ChunkState.READABLE, ChunkState.FREED): "evicted or cleared",
-    (ChunkState.RETIRED, ChunkState.QUARANTINED): "the last lease or writer ended, less than the quarantine after a death",
+    (
+        ChunkState.RETIRED,
+        ChunkState.QUARANTINED,
+    ): "the last lease or writer ended, less than the quarantine after a death",
     (ChunkState.RETIRED, ChunkState.FREED): "the last lease or writer ended",
     (ChunkState.QUARANTINED, ChunkState.FREED): "the quarantine is over",
     (LeaseState.HELD, LeaseState.ENDED): "released, no copy announced",
     (LeaseState.HELD, LeaseState.RELEASING): "released, a copy announced",
     (LeaseState.HELD, LeaseState.ORPHANED): "the owner's connection ended, others of its engine are attached",
-    (LeaseState.HELD, LeaseState.QUARANTINED): "the engine's last connection ended, or released soon after a copier's death",
+    (
+        LeaseState.HELD,
+        LeaseState.QUARANTINED,
+    ): "the engine's last connection ended, or released soon after a copier's death",
     (LeaseState.RELEASING, LeaseState.ENDED): "the last announced copy ended",
     (LeaseState.RELEASING, LeaseState.QUARANTINED): "the connection of the last copier ended",
     (LeaseState.ORPHANED, LeaseState.ENDED): "released by another process of the engine, no copy announced",
     (LeaseState.ORPHANED, LeaseState.RELEASING): "released by another process of the engine, a copy announced",
-    (LeaseState.ORPHANED, LeaseState.QUARANTINED): "the engine's last connection ended, or released within the quarantine",
+    (
+        LeaseState.ORPHANED,
+        LeaseState.QUARANTINED,
+    ): "the engine's last connection ended, or released within the quarantine",
     (LeaseState.QUARANTINED, LeaseState.ENDED): "the quarantine is over",
 }
 

@@ -85,7 +85,7 @@ def closing_lines(selection: Selection, model_name: str, records: Sequence[tuple
     lines += [f"  {plan.name:<{width}}  {plan.base_url}" for plan in selection.started]
     routers = [plan for plan in selection.started if plan.kind == "router"]
     if routers:
-        body = f'{{"model":"{model_name}","prompt":"The capital of France is","max_tokens":16}}'
+        body = f'{{"model":"{model_name}","prompt":"The capital of France is","max_tokens":16,"temperature":0}}'
         url = f"{routers[0].base_url}/v1/completions"
         lines += ["", "Try it:", "", f"  curl -s {url} -H \"Content-Type: application/json\" -d '{body}'"]
     lines += ["", "Logs:", ""]

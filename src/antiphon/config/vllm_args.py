@@ -99,6 +99,9 @@ def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
         # Pinning to cores makes engines that share a host wait for each other.
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         env["OMP_NUM_THREADS"] = str(engine.threads)
+        if engine.enforce_eager:
+            # vLLM compiles some samplers even so, which takes a C++ compiler: without one, a request ends the engine.
+            env["TORCHDYNAMO_DISABLE"] = "1"
     if not engine.nixl_progress_thread:
         env["ANTIPHON_NIXL_PROGRESS_THREAD"] = "0"
     if not engine.spin_wait:

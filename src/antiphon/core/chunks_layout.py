@@ -1,8 +1,8 @@
 """The form of a stored chunk: equal slabs, and which of them a rank reads and writes.
 
-A chunk is stored head-major, one slab a KV head, so that engines of different tensor-parallel size share chunks. MLA has
-one slab. Where an engine's bytes are opaque a chunk is one slab of whole blocks, and a fingerprint names what can read it.
-A chunk is readable when all its slabs are committed.
+A chunk is stored head-major, one slab a KV head, so that engines of different tensor-parallel size share chunks. MLA
+has one slab. Where an engine's bytes are opaque a chunk is one slab of whole blocks, and a fingerprint names what can
+read it. A chunk is readable when all its slabs are committed.
 
 Values and arithmetic only: the order of bytes inside a slab belongs to the copy, and to the format version.
 """

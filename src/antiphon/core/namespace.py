@@ -6,8 +6,8 @@ engine's bytes are opaque (packed for an instruction set), the layout fingerprin
 
 Always true:
 
-- Two namespaces that differ in any field have different digests: fields are encoded with a type and a length, so that no
-  two field lists have the same encoding (``encode_value`` is injective).
+- Two namespaces that differ in any field have different digests: fields are encoded with a type and a length, so that
+  no two field lists have the same encoding (``encode_value`` is injective).
 - A digest depends on the fields only: the same in every process and on every machine.
 
 It does not decide which fields an engine has; the connector reads them from the engine.
@@ -67,7 +67,8 @@ class ModelIdentity:
         num_layers: layers that hold KV.
         num_kv_heads: KV heads of the whole model, over all ranks.
         head_size: elements of one head.
-        positional: settings that change K by position (rope theta, scaling), as (name, value); the order has no meaning.
+        positional: settings that change K by position (rope theta, scaling), as (name, value); the order has no
+            meaning.
     """
 
     model_name: str

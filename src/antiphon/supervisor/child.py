@@ -38,6 +38,8 @@ from antiphon.supervisor.logs import LogFollower, open_log, tail_lines
 from antiphon.supervisor.watchdog import KILL_DEADLINE_S, TERM_GRACE_S, end_sessions
 
 READY_POLL_S = 0.2
+UNREADY_GRACE_S = 3.0
+"""What a process that is still starting gets to end by itself."""
 READY_PROBE_TIMEOUT_S = 5.0
 FATAL_SETTLE_S = 3.0
 """After a fatal log line: the process usually ends by itself within this, and completes its traceback."""
@@ -125,15 +127,20 @@ class Child:
         return reason
 
     async def stop(self) -> None:
-        """End this life: SIGTERM to the process, ``stop_grace_s``, then SIGKILL to its session."""
+        """End this life: SIGTERM to the process, ``stop_grace_s``, then SIGKILL to its session.
+
+        One that is not ready yet has no requests to finish and may not hear SIGTERM before it is: it gets little time.
+        """
         how = "stopped"
+        is_serving = self.record.state == "ready"
+        grace_s = self._around.stop_grace_s if is_serving else min(self._around.stop_grace_s, UNREADY_GRACE_S)
         if self._process is not None and self._session is not None and self._exit is not None:
             asked_s = time.monotonic()
             leader = procfs.read_stat(self._process.pid)
             if leader is not None and not self._exit.done():
                 procfs.send(leader, signal.SIGTERM)
                 procfs.send(leader, signal.SIGCONT)
-                await self._wait_exit_or_kill(self._around.stop_grace_s)
+                await self._wait_exit_or_kill(grace_s)
             is_graceful = self._exit.done()
             if is_graceful:
                 self.record.last_exit = describe_exit(self._exit.result())

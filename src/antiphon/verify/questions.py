@@ -100,7 +100,8 @@ class Answer:
 
 def curl_line(base_url: str, model: str) -> str:
     """The line to try by hand."""
-    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16}, separators=(",", ":"))
+    fields = {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+    body = json.dumps(fields, separators=(",", ":"))
     return f"curl -s {base_url}/v1/completions -H \"Content-Type: application/json\" -d '{body}'"
 
 

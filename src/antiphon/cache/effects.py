@@ -1,0 +1,270 @@
+"""What goes out: one reply to every event, and notices of what happened besides. Values only.
+
+A reply is a value or ``Refused`` with a typed error; after ``Refused`` nothing has changed. Notices tell the shell
+what to publish and what to alarm; they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from antiphon.cache.arena import RegionHandle
+from antiphon.cache.events import ConnectionId, EngineId, LeaseId
+from antiphon.cache.states import LeaseState
+from antiphon.core.chunks import ChunkKey
+from antiphon.core.errors import AntiphonError, CacheError
+from antiphon.core.namespace import NamespaceDigest
+
+
+class Verdict(Enum):
+    """The answer to ``Reserve`` for one chunk, true at the moment of the answer."""
+
+    RESIDENT = "resident"
+    """Readable: a lookup reports it."""
+    WRITE = "write"
+    """Not readable, and the caller should write the granted slabs."""
+    BEING_WRITTEN = "being_written"
+    """Not readable; the caller's missing slabs are reserved by another writer, or the caller is a writer itself."""
+    PARTIAL = "partial"
+    """Not readable; the caller's slabs are committed, other ranks' are missing."""
+    REFUSED = "refused"
+    """Not stored: no room, as ``Reserved.refusal`` says."""
+
+
+class CommitOutcome(Enum):
+    """What became of a committed region."""
+
+    READABLE = "readable"
+    """The chunk's last slab: a lookup reports it from this answer on."""
+    PARTIAL = "partial"
+    """Committed; other slabs of the chunk are missing."""
+    DROPPED = "dropped"
+    """The chunk was cleared, or lost another writer, while it was written: it will not be readable."""
+
+
+class Removal(Enum):
+    """Why a chunk left the index."""
+
+    EVICTED = "evicted"
+    """The policy's coldest chunk without children, for room."""
+    EVICTED_FOR_QUOTA = "evicted_for_quota"
+    """The tenant's coldest chunk without children, for the tenant's own room."""
+    EVICTED_IN_WINDOW = "evicted_in_window"
+    """It lay in the coldest contiguous window, where chunk sizes differ."""
+    CLEARED = "cleared"
+    ABANDONED = "abandoned"
+    """Its writer aborted with nothing committed, or a writer's connection ended."""
+
+
+# ---- replies ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The call is refused and changed nothing."""
+
+    error: AntiphonError
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The connection is attached.
+
+    Args:
+        arena_bytes: bytes of the arena to map.
+        usable_bytes: bytes usable so far.
+    """
+
+    arena_bytes: int
+    usable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The connection is forgotten.
+
+    Args:
+        num_reservations: reservations that it left, their chunks dropped.
+        num_leases_quarantined: leases whose quarantine begins with this end.
+    """
+
+    num_reservations: int
+    num_leases_quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to ``Lookup``.
+
+    Args:
+        lease: protects ``regions`` until it ends; None where nothing was found.
+        regions: one a chunk, the contiguous readable prefix.
+        num_tokens: tokens of that prefix.
+        num_chunks_capped: readable chunks that follow it and were held back, as the engine's leases are at their cap.
+    """
+
+    lease: LeaseId | None
+    regions: tuple[RegionHandle, ...]
+    num_tokens: int
+    num_chunks_capped: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseNoted:
+    """The answer to ``Release``, ``CopyBegan`` and ``CopyEnded``: the state that the lease is in."""
+
+    lease: LeaseId
+    state: LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a writer may write: these slabs of this region, until it commits or aborts."""
+
+    key: ChunkKey
+    region: RegionHandle
+    slabs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The answer to ``Reserve``.
+
+    Args:
+        verdicts: one a key, in the order of the keys.
+        grants: one for each ``WRITE``, in the same order.
+        refusal: why the first refused chunk has no room; None where none is refused. Later chunks of a prefix are of no
+            use without it, so that those that would need new room are refused too.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    grants: tuple[Grant, ...]
+    refusal: CacheError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The answer to ``Commit``: one outcome a region."""
+
+    outcomes: tuple[CommitOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The answer to ``Abort``."""
+
+    num_regions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The answer to ``Clear``.
+
+    Args:
+        num_chunks: chunks that left the index.
+        freed_bytes: bytes that are free at once.
+        held_bytes: bytes that become free when the leases and writers on them end.
+    """
+
+    num_chunks: int
+    freed_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaResized:
+    """The answer to ``ArenaGrew``."""
+
+    usable_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """The answer to ``Tick``.
+
+    Args:
+        next_deadline_s: when the next quarantine or alarm is due; None where nothing waits for time.
+    """
+
+    next_deadline_s: float | None
+
+
+Reply = (
+    Refused
+    | Attached
+    | Detached
+    | Found
+    | LeaseNoted
+    | Reserved
+    | Committed
+    | Aborted
+    | Cleared
+    | ArenaResized
+    | Ticked
+)
+
+
+# ---- notices ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStored:
+    """A chunk became readable.
+
+    Args:
+        sequence: number of this event in the log of observers.
+        parent: key of the chunk before it, None for the first of a sequence.
+    """
+
+    sequence: int
+    namespace: NamespaceDigest
+    key: ChunkKey
+    parent: ChunkKey | None
+    model: str
+    tenant: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRemoved:
+    """A chunk left the index.
+
+    Args:
+        sequence: number in the log of observers; None for a chunk that was never readable, which they were not told of.
+    """
+
+    sequence: int | None
+    namespace: NamespaceDigest
+    key: ChunkKey
+    model: str
+    tenant: str
+    num_bytes: int
+    removal: Removal
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAlarm:
+    """A lease is older than ``lease_alarm_s``. Raised once; the lease goes on."""
+
+    lease: LeaseId
+    engine: EngineId
+    request: str
+    state: LeaseState
+    age_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationAlarm:
+    """A reservation is older than ``reservation_alarm_s``. Raised once; the reservation goes on."""
+
+    connection: ConnectionId
+    engine: EngineId
+    key: ChunkKey
+    age_s: float
+    num_bytes: int
+
+
+Notice = ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm
+Effect = Reply | Notice

@@ -1,0 +1,113 @@
+"""What must hold between any two steps, over all of the cache's state. Tests and the simulation assert it each step."""
+
+from __future__ import annotations
+
+from antiphon.cache.books import Books
+from antiphon.cache.index import Chunk
+from antiphon.cache.states import ChunkState, SlabState
+
+
+def validate(books: Books) -> None:
+    """Assert every invariant. Takes time in proportion to all chunks and leases."""
+    books.arena.validate()
+    books.connections.validate()
+    books.leases.validate()
+    books.log.validate()
+    books.tenants.validate()
+    _validate_index(books)
+    for chunk in books.chunk_at.values():
+        _validate_chunk(books, chunk)
+    _validate_protections(books)
+    _validate_sums(books)
+    _validate_order(books)
+
+
+def _validate_index(books: Books) -> None:
+    index = books.index
+    assert set(index.chunks.values()) == {chunk for chunk in books.chunk_at.values() if chunk.is_indexed}
+    num_children: dict[bytes, int] = {}
+    for key, chunk in index.chunks.items():
+        assert chunk.key == key
+        assert index.bindings.get(chunk.binding.namespace) is chunk.binding, "a chunk's namespace is not bound"
+        if chunk.parent is not None:
+            num_children[chunk.parent] = num_children.get(chunk.parent, 0) + 1
+    assert index.num_children == num_children, "children are miscounted"
+
+
+def _validate_chunk(books: Books, chunk: Chunk) -> None:
+    assert books.arena.is_current(chunk.region), "a chunk's region is stale"
+    assert chunk.num_bytes >= chunk.binding.layout.chunk_bytes
+    assert len(chunk.slabs) == chunk.binding.layout.num_slabs
+    assert chunk.num_pins == 0, "a pin outlived its step"
+    assert chunk.state is not ChunkState.FREED
+    if chunk.is_indexed:
+        reserved = sorted(slab for slabs in chunk.writers.values() for slab in slabs)
+        assert reserved == [slab for slab, state in enumerate(chunk.slabs) if state is SlabState.RESERVED]
+        assert (chunk.state is ChunkState.READABLE) == chunk.is_complete, "readable and not complete, or the reverse"
+        assert chunk.writers or chunk.has_commits, "a chunk of which nobody wrote anything"
+    if chunk.state is ChunkState.INCOMPLETE:
+        assert chunk.num_leases == 0, "a chunk is leased that is not readable"
+    if chunk.state is ChunkState.RETIRED:
+        assert chunk.num_leases or chunk.writers, "a retired chunk waits for nothing"
+    if chunk.state is ChunkState.QUARANTINED:
+        assert not chunk.num_leases
+        assert not chunk.writers
+        assert chunk.quiet_at_s > books.now_s, "a quarantine is over, and its bytes are held"
+
+
+def _validate_protections(books: Books) -> None:
+    """Leases and reservations name chunks whose bytes they protect, and the chunks count them right."""
+    num_leases: dict[Chunk, int] = {}
+    for lease in books.leases.active.values():
+        for chunk in lease.chunks:
+            num_leases[chunk] = num_leases.get(chunk, 0) + 1
+            assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a leased chunk has lost its bytes"
+    writers: dict[Chunk, dict[int, tuple[int, ...]]] = {}
+    for connection in books.connections.connections.values():
+        for generation, reservation in connection.reservations.items():
+            chunk = reservation.chunk
+            assert reservation.writer is connection
+            assert generation == reservation.region.generation == chunk.region.generation
+            assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a reserved chunk has lost its bytes"
+            writers.setdefault(chunk, {})[connection.id] = reservation.slabs
+    for chunk in books.chunk_at.values():
+        assert chunk.num_leases == num_leases.get(chunk, 0), "leases are miscounted"
+        assert chunk.writers == writers.get(chunk, {}), "writers are miscounted"
+
+
+def _validate_sums(books: Books) -> None:
+    assert books.arena.used_bytes == sum(chunk.num_bytes for chunk in books.chunk_at.values()), "bytes without a chunk"
+    by_account: dict[str, int] = {}
+    by_namespace: dict[bytes, int] = {}
+    for state in ChunkState:
+        members = [chunk for chunk in books.chunk_at.values() if chunk.state is state]
+        assert books.num_chunks[state] == len(members), f"{state.value} chunks are miscounted"
+        assert books.num_bytes[state] == sum(chunk.num_bytes for chunk in members), (
+            f"{state.value} bytes are miscounted"
+        )
+    assert books.idle_bytes == sum(chunk.num_bytes for chunk in books.chunk_at.values() if chunk.is_idle)
+    assert books.arena.free_bytes + sum(books.num_bytes.values()) == books.arena.usable_bytes
+    for chunk in books.chunk_at.values():
+        binding = chunk.binding
+        by_account[binding.account.name] = by_account.get(binding.account.name, 0) + chunk.num_bytes
+        by_namespace[binding.namespace] = by_namespace.get(binding.namespace, 0) + 1
+    for name, account in books.tenants.accounts.items():
+        assert account.used_bytes == by_account.pop(name, 0), f"the bytes of tenant {name} are miscounted"
+    assert not by_account, "a chunk belongs to a tenant without an account"
+    for namespace, binding in books.index.bindings.items():
+        assert binding.num_chunks == by_namespace.pop(namespace, 0) > 0, "a namespace is bound without chunks"
+    assert not by_namespace or all(count == 0 for count in by_namespace.values()), "a chunk's namespace is not bound"
+    counters = books.counters
+    num_left = counters.num_stored - counters.num_readable_removed
+    assert num_left == books.num_chunks[ChunkState.READABLE], (
+        "chunks stored and removed do not add up to those readable"
+    )
+    num_told = counters.num_stored + counters.num_readable_removed
+    assert num_told == books.log.next_sequence - 1, "observers were not told of every chunk stored and removed"
+
+
+def _validate_order(books: Books) -> None:
+    chunks = set(books.index.chunks.values())
+    books.policy.validate(chunks)
+    for account, order in books.quota_orders.items():
+        order.validate({chunk for chunk in chunks if chunk.binding.account is account})

@@ -1,0 +1,176 @@
+"""The cache: one event in, its reply and what else happened out. No socket, clock, thread or chance.
+
+    cache = Cache(CacheOptions(arena_bytes=2 * GIB), first_id=random_48_bits)
+    reply, *notices = cache.step(Lookup(...), now_s)
+
+Always true:
+
+- Every event has exactly one reply. ``Refused`` means that nothing was changed by the call.
+- A chunk is reported only when all its slabs are committed, and only in one piece from the first chunk on; what is
+  reported is leased.
+- Bytes are given to another chunk only when no lease, no writer and no quarantine is on them.
+- A handle or lease of an earlier life, or of a chunk that is gone, is refused.
+
+It does not hash, copy, or know what the bytes are. One thread drives it; it takes no locks.
+"""
+
+from __future__ import annotations
+
+from antiphon.cache import invariants, reading, statistics, storing
+from antiphon.cache.books import Books
+from antiphon.cache.effects import (
+    ArenaResized,
+    Attached,
+    Cleared,
+    Detached,
+    Effect,
+    Refused,
+    Removal,
+    Reply,
+    Ticked,
+)
+from antiphon.cache.events import (
+    Abort,
+    ArenaGrew,
+    Attach,
+    Clear,
+    Commit,
+    CopyBegan,
+    CopyEnded,
+    Detach,
+    Event,
+    Lookup,
+    Release,
+    Reserve,
+    Tick,
+)
+from antiphon.cache.log import LogPage
+from antiphon.cache.options import CacheOptions
+from antiphon.cache.policy.choose import MakePolicy, choose_policy
+from antiphon.cache.states import LeaseState
+from antiphon.cache.statistics import Statistics
+from antiphon.core.errors import AntiphonError, ProtocolError
+
+
+class Cache:
+    """The state machine.
+
+    Args:
+        options: the bounds.
+        first_id: first generation of regions and first lease id. Whoever starts the server draws it at random, so that
+            no handle of an earlier life of the server is valid in this one.
+        make_policy: gives the eviction policy; who compares policies passes another.
+    """
+
+    def __init__(self, options: CacheOptions, first_id: int = 1, make_policy: MakePolicy = choose_policy) -> None:
+        self._books = Books(options, first_id, make_policy)
+
+    def step(self, event: Event, now_s: float) -> list[Effect]:
+        """Handles one event at time ``now_s`` (seconds, never less than before).
+
+        Returns:
+            The reply, then notices: first what the time has brought, then what the event has caused.
+        """
+        books = self._books
+        books.step_number += 1
+        books.notices = []
+        books.advance(now_s)
+        try:
+            reply = self._reply(event)
+        except AntiphonError as error:
+            books.counters.num_refused_calls += 1
+            reply = Refused(error)
+        return [reply, *books.notices]
+
+    def _reply(self, event: Event) -> Reply:
+        books = self._books
+        match event:
+            case Lookup():
+                return reading.lookup(books, event)
+            case Release():
+                return reading.release(books, event)
+            case CopyBegan():
+                return reading.copy_began(books, event)
+            case CopyEnded():
+                return reading.copy_ended(books, event)
+            case Reserve():
+                return storing.reserve(books, event)
+            case Commit():
+                return storing.commit(books, event)
+            case Abort():
+                return storing.abort(books, event)
+            case Attach():
+                books.connections.attach(event)
+                return Attached(books.arena.size_bytes, books.arena.usable_bytes)
+            case Detach():
+                return self._detach(event)
+            case Clear():
+                return self._clear(event)
+            case ArenaGrew():
+                return self._grow(event)
+            case Tick():
+                return Ticked(books.next_deadline_s)
+
+    def _detach(self, event: Detach) -> Detached:
+        books = self._books
+        connection = books.connections.get(event.connection)
+        num_reservations = storing.abandon(books, connection)
+        del books.connections.connections[connection.id]
+        connection.engine.connections.discard(connection.id)
+        num_quarantined = 0
+        for lease in books.leases.connection_ended(connection, books.now_s):
+            if lease.state is LeaseState.ENDED:
+                books.end_lease(lease)
+            else:
+                num_quarantined += 1
+        if books.connections.engines.get(connection.engine.id) is connection.engine:
+            books.connections.forget_engine_if_gone(connection.engine)
+        return Detached(num_reservations, num_quarantined)
+
+    def _clear(self, event: Clear) -> Cleared:
+        books = self._books
+        free_before = books.arena.free_bytes
+        num_chunks = num_bytes = 0
+        for chunk in books.index.selected(event.tenant, event.model):
+            num_chunks += 1
+            num_bytes += chunk.num_bytes
+            if chunk.is_idle:
+                books.drop(chunk, Removal.CLEARED)
+            else:
+                books.retire(chunk, Removal.CLEARED)
+        freed_bytes = books.arena.free_bytes - free_before
+        return Cleared(num_chunks, freed_bytes, num_bytes - freed_bytes)
+
+    def _grow(self, event: ArenaGrew) -> ArenaResized:
+        books = self._books
+        arena = books.arena
+        usable_bytes = event.usable_bytes
+        if not arena.usable_bytes <= usable_bytes <= arena.size_bytes or usable_bytes % books.options.alignment_bytes:
+            raise ProtocolError(
+                f"the arena grows from {arena.usable_bytes} to at most {arena.size_bytes} bytes in steps of "
+                f"{books.options.alignment_bytes}, not to {usable_bytes}"
+            )
+        arena.grow(usable_bytes)
+        books.policy.resized(usable_bytes)
+        return ArenaResized(usable_bytes)
+
+    def events_since(self, sequence: int, num_events_max: int) -> LogPage:
+        """What was stored and removed from event number ``sequence`` on (the first is 1), for observers.
+
+        Raises:
+            ValueError: ``sequence`` lies beyond the log, so that the asker means another life of this server.
+        """
+        return self._books.log.since(sequence, num_events_max)
+
+    def statistics(self) -> Statistics:
+        """A snapshot in numbers."""
+        return statistics.take(self._books)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When a ``Tick`` is due: the next end of a quarantine, or alarm; None where nothing waits for time."""
+        return self._books.next_deadline_s
+
+    def validate(self) -> None:
+        """Assert every invariant; in proportion to all chunks and leases."""
+        invariants.validate(self._books)
