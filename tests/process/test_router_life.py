@@ -293,3 +293,11 @@ def test_prefill_engine_that_dies_in_the_middle_of_a_prefill(start_engine: Start
     prefill.process.wait(10)
     again(start_engine, prefill, role="prefill")
     wait_for(lambda: router.complete("x", 3).status == 200, "it serves again", 5.0)
+
+
+def test_descriptors_up_to_the_hard_limit(decode: EngineProcess, start_router: Start) -> None:
+    router = start_router(*urls([decode], "decode"))
+    limits = Path(f"/proc/{router.process.pid}/limits").read_text()
+    found = re.search(r"Max open files\s+(\S+)\s+(\S+)", limits)
+    assert found is not None
+    assert found[1] == found[2]

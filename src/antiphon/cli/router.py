@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 from typing import Any
 
@@ -36,6 +37,11 @@ def router(**params: Any) -> None:
             spec.host,
             "for this machine only" if spec.admin_key_file is None else "for who shows the admin key",
         )
+
+    # Each request in flight takes two descriptors; the usual soft limit of 1024 is far below what the system allows.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def announce(port: int) -> None:
         log.info(
