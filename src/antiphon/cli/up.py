@@ -25,6 +25,7 @@ from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import SpecError
 from antiphon.config.spec import Spec
 from antiphon.core.errors import AntiphonError, ConfigError, StartError
+from antiphon.protocol.openai import curl_line
 from antiphon.supervisor.console import Console
 from antiphon.supervisor.report import refuse_second
 from antiphon.supervisor.supervisor import StartCancelled, Supervisor
@@ -85,9 +86,7 @@ def closing_lines(selection: Selection, model_name: str, records: Sequence[tuple
     lines += [f"  {plan.name:<{width}}  {plan.base_url}" for plan in selection.started]
     routers = [plan for plan in selection.started if plan.kind == "router"]
     if routers:
-        body = f'{{"model":"{model_name}","prompt":"The capital of France is","max_tokens":16,"temperature":0}}'
-        url = f"{routers[0].base_url}/v1/completions"
-        lines += ["", "Try it:", "", f"  curl -s {url} -H \"Content-Type: application/json\" -d '{body}'"]
+        lines += ["", "Try it:", "", f"  {curl_line(routers[0].base_url, model_name)}"]
     lines += ["", "Logs:", ""]
     lines += [f"  {name:<{width}}  {path}" for name, path in records]
     return [*lines, "", "antiphon status shows what runs; Ctrl-C here, or antiphon down, stops it.", ""]

@@ -1,4 +1,4 @@
-"""OpenAI-shaped error bodies: what a client reads when something went wrong.
+"""OpenAI-shaped messages: error bodies, and the request that a reader is shown to try by hand.
 
 Owns the shape and nothing else; who raises an error decides its words, and words never contain internal addresses.
 """
@@ -57,3 +57,10 @@ def error_body(
 def error_events(message: str, *, status: int, code: str | None = None) -> bytes:
     """The end of a stream that cannot go on: one error event, then ``[DONE]``."""
     return b"data: " + error_body(message, status=status, code=code) + b"\n\n" + DONE_EVENT
+
+
+def curl_line(base_url: str, model: str) -> str:
+    """A shell command that asks for one short completion."""
+    fields = {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+    body = json.dumps(fields, separators=(",", ":"))
+    return f"curl -s {base_url}/v1/completions -H \"Content-Type: application/json\" -d '{body}'"

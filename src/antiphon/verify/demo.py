@@ -25,10 +25,11 @@ from antiphon.config.problems import SpecError
 from antiphon.config.supervisor_spec import default_state_dir
 from antiphon.engine import demo_model
 from antiphon.engine.vllm import scrape_metrics
+from antiphon.protocol.openai import curl_line
 from antiphon.supervisor.events import SupervisorEvent
 from antiphon.supervisor.report import refuse_second
 from antiphon.supervisor.supervisor import StartCancelled, Supervisor
-from antiphon.verify.questions import QUESTIONS, Answer, Asker, curl_line
+from antiphon.verify.questions import QUESTIONS, Answer, Asker
 
 Say = Callable[[str], None]
 
@@ -90,9 +91,8 @@ def free_ports(wanted: dict[str, int]) -> dict[str, int]:
         for use, port in wanted.items():
             probe = socket.socket()
             held.append(probe)
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # an earlier run's closed connections do not count
+            # An earlier run's closed connections do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:

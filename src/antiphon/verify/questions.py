@@ -98,13 +98,6 @@ class Answer:
         ]
 
 
-def curl_line(base_url: str, model: str) -> str:
-    """The line to try by hand."""
-    fields = {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
-    body = json.dumps(fields, separators=(",", ":"))
-    return f"curl -s {base_url}/v1/completions -H \"Content-Type: application/json\" -d '{body}'"
-
-
 class Asker:
     """Asks through the router, and the decode engine alone for comparison. An async context manager."""
 

@@ -17,7 +17,8 @@ from typing import Protocol, cast
 import httptools
 
 from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
-from antiphon.transport.http.message import Buffer, Headers, HttpResponse
+from antiphon.protocol.body import Buffer
+from antiphon.transport.http.message import Headers, HttpResponse
 
 _IDLE_REUSE_MAX_S = 2.0
 """A connection idle for longer is not reused: an engine's server closes idle ones after 5 s (uvicorn's default), and a

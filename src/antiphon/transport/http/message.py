@@ -8,8 +8,6 @@ from dataclasses import dataclass
 Headers = Sequence[tuple[bytes, bytes]]
 """Header fields in the order received; names lower-case, values without surrounding white space."""
 
-Buffer = bytes | bytearray | memoryview
-
 REASONS = {
     100: b"Continue",
     200: b"OK",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from antiphon.transport.http.message import Buffer, Headers, head_bytes
+from antiphon.protocol.body import Buffer
+from antiphon.transport.http.message import Headers, head_bytes
 
 if TYPE_CHECKING:
     from antiphon.transport.http.server import HttpServerConnection

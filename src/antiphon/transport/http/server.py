@@ -18,8 +18,9 @@ from typing import cast
 
 import httptools
 
+from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import JSON, error_body
-from antiphon.transport.http.message import Buffer, HttpLimits, HttpRequest, head_bytes
+from antiphon.transport.http.message import HttpLimits, HttpRequest, head_bytes
 from antiphon.transport.http.responder import Responder
 
 log = logging.getLogger("antiphon.http")
