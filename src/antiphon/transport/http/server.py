@@ -256,6 +256,11 @@ class HttpServerConnection(asyncio.Protocol):
             self._closing_since = self._closing_since or self._loop.time()
             self._transport.close()
 
+    def abort(self) -> None:
+        """Close at once; what is not flushed is dropped."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def _linger(self) -> None:
         """Say that nothing follows, and drop what the client still sends until it closes, for a few seconds.
 
@@ -397,6 +402,8 @@ class HttpServer:
         await self._wait(self._unconnected, max(1.0, deadline - self.loop.time()))
         if self._connections:
             log.warning("%d clients had not taken their answers when the time was up", len(self._connections))
+        for connection in list(self._connections):
+            connection.abort()  # the sweep that would end it stops with the server
         self.close()
         return cut
 
