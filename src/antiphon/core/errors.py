@@ -12,7 +12,11 @@
     │   ├── ConnectionUnknown  the connection is not attached
     │   ├── LeaseUnknown       there is no such lease, or it has ended
     │   ├── NotOwner           the lease belongs to another request or engine
-    │   └── StaleHandle        the region was given to something else, or the writer holds no reservation on it
+    │   ├── StaleHandle        the region was given to something else, or the writer holds no reservation on it
+    │   ├── VersionMismatch    client and server speak different versions of the protocol
+    │   ├── NotLocal           the call needs the unix socket of the host
+    │   ├── CacheUnavailable   no connection to a cache server, or it ended before the answer
+    │   └── CallTimeout        the cache server did not answer in time
     └── UpstreamError      an engine failed while it served a request
         ├── ConnectFailed      no connection was made: no byte of the request was written
         │   └── OwnLimit           because of a limit of this process, which says nothing about the engine
@@ -118,6 +122,22 @@ class NotOwner(CacheError):
 
 class StaleHandle(CacheError):
     """The region was given to something else, or the writer holds no reservation on it."""
+
+
+class VersionMismatch(CacheError):
+    """Client and server speak different versions of the protocol."""
+
+
+class NotLocal(CacheError):
+    """The call needs the unix socket of the host, which passes the arena."""
+
+
+class CacheUnavailable(CacheError):
+    """There is no connection to a cache server, or it ended before the answer."""
+
+
+class CallTimeout(CacheError):
+    """The cache server did not answer in time."""
 
 
 class UpstreamError(AntiphonError):

@@ -1,0 +1,1 @@
+"""The shell that drives the pure cache: sockets, arena, admin HTTP."""

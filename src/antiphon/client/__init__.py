@@ -1,0 +1,1 @@
+"""The connection to a cache server: calls, the mapped arena, reconnection."""

@@ -1,0 +1,1 @@
+"""Holders of KV bytes."""
