@@ -132,6 +132,7 @@ def test_kv_of_another_meaning_is_a_miss(change: dict[str, object]) -> None:
         ({"usable_bytes": 64 * 100}, "usable_bytes must be"),
         ({"quarantine_s": -1.0}, "quarantine_s"),
         ({"leased_share_max": 0.0}, "leased_share_max"),
+        ({"leases_per_engine_max": 0}, "leases_per_engine_max"),
         ({"reserved_share_max": 1.5}, "reserved_share_max"),
         ({"tenants_max": 0}, "tenants_max"),
         ({"event_log_max": 0}, "event_log_max"),

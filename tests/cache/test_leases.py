@@ -258,3 +258,13 @@ def test_read_after_write_a_thousand_times() -> None:
         assert world.num_hit(engine, prompt) == 3
     assert sum(isinstance(notice, ChunkStored) for notice in world.notices) == 3000
     assert isinstance(world.reply(Tick()), Ticked)
+
+
+def test_an_engine_that_never_releases_gets_a_limited_number_of_leases() -> None:
+    world, prompt = full(2, leases_per_engine_max=3)
+    reader, other = world.attach("reader"), world.attach("other")
+    leases = [world.lookup(reader, prompt).lease for _ in range(3)]
+    assert world.lookup(reader, prompt) == Found(None, (), 0, 2)
+    assert world.lookup(other, prompt).lease is not None
+    world.release(reader, leases[0])
+    assert world.lookup(reader, prompt).lease is not None

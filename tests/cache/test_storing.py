@@ -125,6 +125,20 @@ def test_a_dead_writers_bytes_are_not_given_out_before_the_quarantine_is_over() 
     assert world.reserve(other, "a").verdicts == (WRITE,)
 
 
+def test_regions_are_those_that_a_chunk_holds_also_out_of_the_index() -> None:
+    world = World(options(4))
+    writer, other = world.attach(), world.attach("other")
+    (grant,) = world.reserve(writer, "a").grants
+    world.store(other, "b")
+    assert len(world.cache.regions()) == 2
+    assert grant.region in world.cache.regions()
+    world.detach(writer)
+    assert grant.region in world.cache.regions()
+    world.tick(1.0)
+    assert grant.region not in world.cache.regions()
+    assert len(world.cache.regions()) == 1
+
+
 def test_after_a_writers_death_the_chunk_can_be_stored_elsewhere_at_once() -> None:
     world = World(options(2))
     dying, other = world.attach("dying"), world.attach("other")

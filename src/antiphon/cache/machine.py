@@ -17,6 +17,7 @@ It does not hash, copy, or know what the bytes are. One thread drives it; it tak
 from __future__ import annotations
 
 from antiphon.cache import invariants, reading, statistics, storing
+from antiphon.cache.arena import RegionHandle
 from antiphon.cache.books import Books
 from antiphon.cache.effects import (
     ArenaResized,
@@ -48,7 +49,7 @@ from antiphon.cache.log import LogPage
 from antiphon.cache.options import CacheOptions
 from antiphon.cache.policy.choose import MakePolicy, choose_policy
 from antiphon.cache.states import LeaseState
-from antiphon.cache.statistics import Statistics
+from antiphon.cache.statistics import EngineFacts, LeaseFacts, Statistics
 from antiphon.core.errors import AntiphonError, ProtocolError
 
 
@@ -162,9 +163,21 @@ class Cache:
         """
         return self._books.log.since(sequence, num_events_max)
 
+    def regions(self) -> list[RegionHandle]:
+        """Every region that a chunk holds, whatever its state; all other bytes may be given away."""
+        return [chunk.region for chunk in self._books.chunk_at.values()]
+
     def statistics(self) -> Statistics:
         """A snapshot in numbers."""
         return statistics.take(self._books)
+
+    def leases(self) -> list[LeaseFacts]:
+        """Every lease that has not ended, oldest first."""
+        return statistics.leases(self._books)
+
+    def engines(self) -> list[EngineFacts]:
+        """Every engine that is known, in the order in which they came."""
+        return statistics.engines(self._books)
 
     @property
     def next_deadline_s(self) -> float | None:

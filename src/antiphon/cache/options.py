@@ -31,6 +31,8 @@ class CacheOptions:
         reservation_alarm_s: the same for a reservation that is neither committed nor aborted.
         leased_share_max: share of the arena that the leases of one engine may protect, each chunk counted once; past it
             a lookup reports a shorter prefix. It keeps one engine from pinning the arena.
+        leases_per_engine_max: leases that one engine may have, each for a request; past it a lookup reports nothing. It
+            keeps an engine that never releases from filling the server's memory with leases on the same chunks.
         reserved_share_max: share of the arena that one connection may have reserved and not committed; past it chunks
             are refused. It keeps a writer that never commits from filling the arena.
         quota_bytes: bytes that a tenant may occupy, by tenant.
@@ -54,6 +56,7 @@ class CacheOptions:
     lease_alarm_s: float = 60.0
     reservation_alarm_s: float = 60.0
     leased_share_max: float = 0.5
+    leases_per_engine_max: int = 16_384
     reserved_share_max: float = 0.5
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
     default_quota_bytes: int | None = None
@@ -77,7 +80,14 @@ class CacheOptions:
         for name in ("leased_share_max", "reserved_share_max"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1")
-        for name in ("chunk_size_tokens", "keys_per_call_max", "tenants_max", "event_log_max", "victims_tried_max"):
+        for name in (
+            "chunk_size_tokens",
+            "keys_per_call_max",
+            "leases_per_engine_max",
+            "tenants_max",
+            "event_log_max",
+            "victims_tried_max",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
 

@@ -60,7 +60,9 @@ def _readable_prefix(books: Books, event: Lookup) -> list[Chunk]:
 
 
 def _num_leasable(books: Books, prefix: list[Chunk], engine: Engine) -> int:
-    """How many chunks of ``prefix`` fit under the engine's cap; what it has leased already costs nothing more."""
+    """How many chunks of ``prefix`` fit under the engine's caps; what it has leased already costs no more bytes."""
+    if len(engine.leases) >= books.options.leases_per_engine_max:
+        return 0
     left_bytes = books.options.leased_bytes_max - engine.leased_bytes
     for index, chunk in enumerate(prefix):
         if chunk not in engine.leased:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from antiphon.cache.books import Books, Counters
+from antiphon.cache.events import EngineId, LeaseId
 from antiphon.cache.states import ChunkState, LeaseState
 from antiphon.cache.tenants import TokenCounts
 
@@ -62,6 +63,43 @@ class Statistics:
     def miss_tokens(self) -> int:
         """Tokens that lookups asked for and did not find, over all tenants."""
         return self.folded.miss_tokens + sum(tenant.tokens.miss_tokens for tenant in self.tenants.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFacts:
+    """One lease that has not ended. ``began_s`` by the clock of the steps."""
+
+    lease: LeaseId
+    engine: EngineId
+    request: str
+    state: LeaseState
+    began_s: float
+    num_bytes: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One life of an engine that is attached or has leases."""
+
+    engine: EngineId
+    model: str
+    leased_bytes: int
+
+
+def leases(books: Books) -> list[LeaseFacts]:
+    """Every lease that has not ended, oldest first."""
+    return [
+        LeaseFacts(
+            lease.id, lease.engine.id, lease.request, lease.state, lease.began_s, lease.num_bytes, len(lease.chunks)
+        )
+        for lease in books.leases.active.values()
+    ]
+
+
+def engines(books: Books) -> list[EngineFacts]:
+    """Every engine that is known, in the order in which they came."""
+    return [EngineFacts(engine.id, engine.model, engine.leased_bytes) for engine in books.connections.engines.values()]
 
 
 def take(books: Books) -> Statistics:

@@ -182,6 +182,10 @@ class EngineNote(CallBody, frozen=True):
     detail: str
 
 
+class AskProcesses(CallBody, frozen=True):
+    """Which processes of the caller's engine are attached, and has each passed its gate? Of who is attached only."""
+
+
 class Ping(CallBody, frozen=True):
     """Are you there? Answered by the same thread that answers every other call."""
 
@@ -199,6 +203,7 @@ Body = (
     | Clear
     | Report
     | EngineNote
+    | AskProcesses
     | Ping
 )
 
@@ -307,6 +312,12 @@ class Noted(AnswerBody, frozen=True):
     """The answer to ``Report``, ``EngineNote`` and ``Ping``."""
 
 
+class Processes(AnswerBody, frozen=True):
+    """The answer to ``AskProcesses``: role and gate of every attached process of the engine, the caller among them."""
+
+    processes: tuple[tuple[str, str], ...]
+
+
 class Failure(AnswerBody, frozen=True):
     """The call is refused and changed nothing. ``code``: a key of ``ERROR_CODES``."""
 
@@ -315,7 +326,9 @@ class Failure(AnswerBody, frozen=True):
     remedy: str | None = None
 
 
-Answered = Welcome | Attached | Found | LeaseNoted | Reserved | Committed | Aborted | Cleared | Noted | Failure
+Answered = (
+    Welcome | Attached | Found | LeaseNoted | Reserved | Committed | Aborted | Cleared | Noted | Processes | Failure
+)
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
