@@ -1,0 +1,61 @@
+"""What the admin side asks of the server: all of it answered at once from memory, in the loop that serves the calls.
+
+``CacheServer`` has this shape; tests give a stand-in for what is hard to bring about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from antiphon.cache.effects import Cleared
+from antiphon.cache.log import LogPage
+from antiphon.cache.statistics import Statistics
+from antiphon.cache_server.metrics import CallTallies
+from antiphon.cache_server.views import EngineView, LeaseView, Population, ReportPage, TokenTotals
+from antiphon.config.cache_server_spec import CacheServerSpec
+
+
+class ServerView(Protocol):
+    """A cache server as its admin side sees it."""
+
+    @property
+    def spec(self) -> CacheServerSpec: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def started_at(self) -> float:
+        """Seconds since 1970."""
+
+    @property
+    def socket_path(self) -> str: ...
+    @property
+    def token_totals(self) -> TokenTotals: ...
+    @property
+    def call_counts(self) -> Mapping[tuple[str, str], int]:
+        """By the name of the call and its outcome: ``ok``, or an error code."""
+
+    @property
+    def tallies(self) -> CallTallies: ...
+    @property
+    def population(self) -> Population: ...
+
+    def statistics(self) -> Statistics: ...
+    def engines(self) -> list[EngineView]: ...
+    def leases(self) -> list[LeaseView]: ...
+    def events_since(self, sequence: int, num_events_max: int) -> LogPage:
+        """Raises ValueError beyond the log."""
+
+    def reports_since(self, sequence: int, num_reports_max: int) -> ReportPage:
+        """Raises ValueError beyond the log."""
+
+    async def wait_events(self, sequence: int, timeout_s: float) -> bool:
+        """Whether an event of that number or later is there, within ``timeout_s``."""
+
+    async def wait_reports(self, sequence: int, timeout_s: float) -> bool:
+        """Whether a report of that number or later is there, within ``timeout_s``."""
+
+    def clear(self, tenant: str | None, model: str | None) -> Cleared: ...
+    def loops_alive(self) -> Mapping[str, bool]: ...

@@ -1,0 +1,230 @@
+"""Answers calls: one answer for each, in the order in which they came.
+
+Owns what is known of each connection. A frame that is no call costs its connection. A connection that is attached is
+not let go before its peer hangs up, since its process may still be copying: only then is the cache told (``Detach``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from antiphon.cache.effects import Attached, Detached, Refused
+from antiphon.cache.events import ConnectionId, Detach, EngineId
+from antiphon.cache_server.driver import CacheDriver
+from antiphon.cache_server.metrics import CallTallies
+from antiphon.cache_server.quiet import QuietLog
+from antiphon.cache_server.reports import Reports, adds_up
+from antiphon.cache_server.translate import ROLE_CHARS_MAX, answer_of, check_name, event_of
+from antiphon.cache_server.views import ProcessView
+from antiphon.core.errors import AntiphonError, ConnectionUnknown, NotLocal, ProtocolError, VersionMismatch
+from antiphon.protocol import cache as wire
+from antiphon.transport.frames_server import FrameConnection
+
+log = logging.getLogger("antiphon.cache_server")
+
+GATES = frozenset(("passed", "failed", "not_run"))
+_DETAIL_CHARS_MAX = 500
+_CALL_ID_MAX = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection that has said hello, and the process behind it once it is attached."""
+
+    client: str
+    attach: wire.Attach | None = None
+    gate: str = "not_run"
+    detail: str = ""
+
+    @property
+    def engine(self) -> EngineId | None:
+        return None if self.attach is None else EngineId(self.attach.engine, self.attach.incarnation)
+
+
+@dataclass
+class Calls:
+    """The handler of all connections.
+
+    Args:
+        driver: of the cache.
+        reports: where reports go.
+        welcome: the answer to ``Hello``.
+        descriptor: of the arena.
+        tallies: what is counted of calls.
+        quiet: for what peers can cause to be logged.
+    """
+
+    driver: CacheDriver
+    reports: Reports
+    welcome: wire.Welcome
+    descriptor: int
+    tallies: CallTallies
+    quiet: QuietLog
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Calls answered, by name and by ``ok`` or the error code; frames that are no call as ``frame``."""
+    _peers: dict[int, _Peer] = field(default_factory=dict)
+
+    # ---- FrameHandler ------------------------------------------------------------------------------------------------
+
+    def frame_received(self, connection: FrameConnection, payload: bytes) -> None:
+        """Answers a call."""
+        began_s = time.perf_counter()
+        try:
+            call = wire.decode_call(payload)
+            if not 0 < call.id <= _CALL_ID_MAX:
+                raise ProtocolError(f"a call has an id from 1 to {_CALL_ID_MAX}, not {call.id}")
+        except ProtocolError as error:
+            self.faulted(connection, error)
+            return
+        peer = self._peers.get(connection.number)
+        if peer is None:
+            self._greet(connection, call)
+            return
+        try:
+            answer = self._answer(connection, peer, call.body)
+        except AntiphonError as error:
+            answer = wire.failure_of(error)
+        outcome = answer.code if isinstance(answer, wire.Failure) else "ok"
+        name = type(call.body).__name__
+        self.counts[name, outcome] += 1
+        connection.send(wire.frame(wire.Answer(call.id, answer)))
+        self.tallies.answered(name, time.perf_counter() - began_s)
+
+    def faulted(self, connection: FrameConnection, error: ProtocolError) -> None:
+        """Tells the peer what is wrong, and takes nothing more from it."""
+        peer = self._peers.get(connection.number)
+        self.counts["frame", "protocol_error"] += 1
+        self.quiet.say(
+            logging.WARNING, "faulty connections", "connection %d is given up: %s", connection.number, error.message
+        )
+        last = wire.frame(wire.Answer(0, wire.failure_of(error)))
+        connection.end(last, waits_for_peer=peer is not None and peer.attach is not None)
+
+    def ended(self, connection: FrameConnection) -> None:
+        """The peer has hung up, or was never attached."""
+        peer = self._peers.pop(connection.number, None)
+        if peer is None or peer.attach is None:
+            return
+        reply = self.driver.step(Detach(ConnectionId(connection.number)))
+        assert isinstance(reply, Detached), reply
+        self.quiet.say(
+            logging.INFO,
+            "detached processes",
+            "engine %s: %s (process %d) is gone; %d reservations dropped, %d leases in quarantine",
+            *(peer.attach.engine, peer.attach.role, peer.attach.pid),
+            *(reply.num_reservations, reply.num_leases_quarantined),
+        )
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _greet(self, connection: FrameConnection, call: wire.Call) -> None:
+        """The first call of a connection."""
+        body = call.body
+        try:
+            if not isinstance(body, wire.Hello):
+                raise ProtocolError(f"the first call must be Hello, not {type(body).__name__}")
+            if body.version != wire.PROTOCOL_VERSION:
+                raise VersionMismatch(
+                    f"the client speaks version {body.version} of the protocol, this server {wire.PROTOCOL_VERSION}",
+                    remedy="run the same version of Antiphon in the engine and the cache server",
+                )
+            client = check_name(body.client, "the client's name", ROLE_CHARS_MAX)
+        except AntiphonError as error:
+            failure = wire.failure_of(error)
+            self.counts[type(body).__name__, failure.code] += 1
+            self.quiet.say(logging.WARNING, "refused clients", "a client is refused: %s", error.message)
+            connection.end(wire.frame(wire.Answer(call.id, failure)), waits_for_peer=False)
+            return
+        self._peers[connection.number] = _Peer(client)
+        self.counts["Hello", "ok"] += 1
+        descriptor = self.descriptor if connection.is_unix else None
+        connection.send(wire.frame(wire.Answer(call.id, self.welcome)), descriptor)
+
+    def _answer(self, connection: FrameConnection, peer: _Peer, body: wire.Body) -> wire.Answered:
+        match body:
+            case wire.Hello():
+                raise ProtocolError("Hello was said before")
+            case wire.Attach():
+                return self._attach(connection, peer, body)
+            case wire.Report():
+                return self._report(body)
+            case wire.EngineNote():
+                return self._note(peer, body)
+            case wire.AskProcesses():
+                if peer.engine is None:
+                    raise _not_attached()
+                return wire.Processes(tuple((view.role, view.gate) for view in self.processes(peer.engine)))
+            case wire.Ping():
+                return wire.Noted()
+            case _:
+                num_slabs = 0 if peer.attach is None else len(peer.attach.slabs)
+                answer = answer_of(self.driver.step(event_of(body, ConnectionId(connection.number), num_slabs)))
+                if isinstance(answer, wire.Reserved):
+                    self.tallies.verdicts.update(answer.verdicts)
+                return answer
+
+    def _attach(self, connection: FrameConnection, peer: _Peer, body: wire.Attach) -> wire.Answered:
+        if not connection.is_unix:
+            raise NotLocal(
+                "a process that attaches must use the unix socket, which passes the memory",
+                remedy=f"connect to {self.welcome.socket_path}",
+            )
+        reply = self.driver.step(event_of(body, ConnectionId(connection.number), len(body.slabs)))
+        if isinstance(reply, Refused):
+            self.quiet.say(
+                logging.WARNING, "refused engines", "engine %s is refused: %s", body.engine[:200], reply.error
+            )
+        if isinstance(reply, Attached):
+            peer.attach = body
+            self.quiet.say(
+                logging.INFO,
+                "attached processes",
+                "engine %s (%s): %s (process %d) attached for %s, chunks of %d slabs of %d bytes",
+                *(body.engine, body.incarnation, body.role, body.pid, body.model, body.num_slabs, body.slab_bytes),
+            )
+        return answer_of(reply)
+
+    def _report(self, body: wire.Report) -> wire.Noted:
+        report = self.reports.add(body)
+        if not adds_up(report):
+            self.quiet.say(
+                logging.WARNING,
+                "reports that do not add up",
+                "request %s of engine %s: %d prompt tokens, and sources of %d device, %d l1, %d remote, %d computed",
+                *(report.request, report.engine, report.num_prompt_tokens),
+                *(report.device, report.l1, report.remote_prefill, report.computed),
+            )
+        return wire.Noted()
+
+    def _note(self, peer: _Peer, body: wire.EngineNote) -> wire.Noted:
+        if peer.attach is None:
+            raise _not_attached()
+        if body.gate not in GATES:
+            raise ProtocolError(f"a gate is one of {', '.join(sorted(GATES))}, not {body.gate[:50]!r}")
+        peer.detail = check_name(body.detail, "the detail", _DETAIL_CHARS_MAX)
+        peer.gate = body.gate
+        if body.gate == "failed":
+            self.quiet.say(
+                logging.ERROR,
+                "failed gates",
+                "engine %s: %s may not load from the cache: %s",
+                *(peer.attach.engine, peer.attach.role, body.detail),
+            )
+        return wire.Noted()
+
+    # ---- views -------------------------------------------------------------------------------------------------------
+
+    def processes(self, engine: EngineId) -> tuple[ProcessView, ...]:
+        """The attached processes of an engine, in the order in which they came."""
+        return tuple(
+            ProcessView(peer.attach.role, peer.attach.pid, peer.gate, peer.detail)
+            for peer in self._peers.values()
+            if peer.attach is not None and peer.engine == engine
+        )
+
+
+def _not_attached() -> ConnectionUnknown:
+    return ConnectionUnknown("the connection is not attached", remedy="attach before any other call")

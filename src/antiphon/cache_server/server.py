@@ -1,0 +1,228 @@
+"""The cache server: its sockets, its arena and its cache, as one object.
+
+What the admin routes show is asked here, on the same event loop. Nothing but this object's parts changes the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from pathlib import Path
+
+from antiphon import __version__
+from antiphon.cache.effects import ArenaResized, Cleared
+from antiphon.cache.events import ArenaGrew, Clear
+from antiphon.cache.log import LogPage
+from antiphon.cache.machine import Cache
+from antiphon.cache.options import CacheOptions
+from antiphon.cache.statistics import Statistics
+from antiphon.cache_server import views
+from antiphon.cache_server.calls import Calls
+from antiphon.cache_server.driver import CacheDriver
+from antiphon.cache_server.metrics import CallTallies
+from antiphon.cache_server.population import Population
+from antiphon.cache_server.preflight import check_memory
+from antiphon.cache_server.quiet import QuietLog
+from antiphon.cache_server.reports import Reports
+from antiphon.cache_server.sockets import RuntimeFolder, listen_tcp
+from antiphon.cache_server.views import EngineView, LeaseView, ReportPage, TokenTotals
+from antiphon.config.cache_server_spec import CacheServerSpec
+from antiphon.core.errors import CapacityExceeded, ConfigError
+from antiphon.core.ids import new_incarnation
+from antiphon.protocol.cache import PROTOCOL_VERSION, Welcome
+from antiphon.storage.arena import HEADER_BYTES, ArenaOwner
+from antiphon.transport.frames_server import FrameLimits, FrameServer
+
+log = logging.getLogger("antiphon.cache_server")
+
+_LOOP_STALL_S = 5.0
+"""A loop that has not looked at its deadlines for so long is taken for stuck; it does so four times a second."""
+
+
+class CacheServer:
+    """One cache server. Made by ``start``.
+
+    Args:
+        spec: its command line.
+    """
+
+    def __init__(self, spec: CacheServerSpec) -> None:
+        self.spec = spec
+        self.version = __version__
+        self.incarnation = new_incarnation()
+        self.started_at = time.time()
+        """Seconds since 1970."""
+        self.instance = ""
+        self.port = 0
+        self.socket_path = ""
+        self.tallies = CallTallies()
+        self._reports = Reports()
+        self._quiet = QuietLog(log)
+        self._exit = contextlib.ExitStack()
+
+    @classmethod
+    async def start(cls, spec: CacheServerSpec, limits: FrameLimits | None = None) -> CacheServer:
+        """A server that listens. Its arena is populated in the background from here on.
+
+        Raises:
+            ConfigError: the arena is larger than the free memory, or the runtime folder cannot be used.
+            StartError: a port or the name is taken.
+        """
+        server = cls(spec)
+        with contextlib.ExitStack() as undo:
+            undo.push(server._exit)
+            server._open(limits or FrameLimits())
+            undo.pop_all()
+        return server
+
+    def _open(self, limits: FrameLimits) -> None:
+        spec = self.spec
+        tcp = self._exit.enter_context(listen_tcp(spec.host, spec.port))
+        self.port = tcp.getsockname()[1]
+        self.instance = spec.instance_id or f"port-{self.port}"
+        check_memory(spec, self.instance)
+        folder = RuntimeFolder.open(Path(spec.runtime_dir), self.instance)
+        self._exit.callback(folder.close)
+        unix, self.socket_path = folder.listen(self.incarnation)
+        self._exit.enter_context(unix)
+        try:
+            self._arena = ArenaOwner.create(spec.l1_size_bytes, self.instance, self.incarnation)
+        except CapacityExceeded as error:
+            raise ConfigError(error.message, field="l1_size_gb", remedy=error.remedy) from error
+        self._exit.callback(self._arena.close)
+        options = CacheOptions(
+            arena_bytes=self._arena.data_bytes,
+            usable_bytes=0,
+            chunk_size_tokens=spec.chunk_size,
+            eviction_policy=spec.eviction_policy.lower(),
+            quota_bytes=spec.quota_bytes,
+            default_quota_bytes=spec.default_quota_bytes,
+        )
+        # At random, so that no handle of an earlier life is valid in this one.
+        self._driver = CacheDriver(Cache(options, first_id=1 + secrets.randbits(48)), self.tallies, self._quiet)
+        self._exit.callback(self._driver.close)
+        self._calls = Calls(
+            self._driver, self._reports, self._welcome(), self._arena.fd, tallies=self.tallies, quiet=self._quiet
+        )
+        self._population = Population(self._arena, self._grew)
+        self._exit.callback(self._population.stop)
+        self._frames = FrameServer(self._calls, limits, frozenset((os.geteuid(), 0)))
+        self._exit.callback(self._frames.close)
+        self._frames.listen(tcp)
+        self._frames.listen(unix)
+        self._population.start()
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            instance=self.instance,
+            incarnation=self.incarnation,
+            socket_path=self.socket_path,
+            chunk_size_tokens=self.spec.chunk_size,
+            arena_bytes=HEADER_BYTES + self._arena.data_bytes,
+            data_offset_bytes=HEADER_BYTES,
+        )
+
+    def _grew(self, usable_bytes: int) -> None:
+        reply = self._driver.step(ArenaGrew(usable_bytes))
+        assert isinstance(reply, ArenaResized), reply
+
+    async def close(self) -> None:
+        """Stops listening, closes every connection, and removes the unix socket. Engines keep what they have mapped."""
+        self._exit.close()
+
+    # ---- what it shows -----------------------------------------------------------------------------------------------
+
+    @property
+    def population(self) -> views.Population:
+        """How much of the arena has its memory."""
+        usable_bytes = self._driver.cache.statistics().usable_bytes
+        return views.Population(usable_bytes, self._arena.data_bytes, self._population.error)
+
+    @property
+    def token_totals(self) -> TokenTotals:
+        """Sums over all token reports."""
+        return self._reports.totals
+
+    @property
+    def call_counts(self) -> Counter[tuple[str, str]]:
+        """Calls answered, by name (``Lookup``) and outcome (``ok`` or an error code)."""
+        return self._calls.counts
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, attached or not."""
+        return self._frames.num_connections
+
+    def statistics(self) -> Statistics:
+        """The cache in numbers."""
+        return self._driver.cache.statistics()
+
+    def engines(self) -> list[EngineView]:
+        """Every engine that is attached or has leases."""
+        return [
+            EngineView(
+                facts.engine.name,
+                facts.engine.incarnation,
+                facts.model,
+                self._calls.processes(facts.engine),
+                facts.leased_bytes,
+            )
+            for facts in self._driver.cache.engines()
+        ]
+
+    def leases(self) -> list[LeaseView]:
+        """Every lease that has not ended, oldest first."""
+        now_s = self._driver.now_s
+        return [
+            LeaseView(
+                lease=facts.lease,
+                engine=facts.engine.name,
+                incarnation=facts.engine.incarnation,
+                request=facts.request,
+                state=facts.state.value,
+                age_s=now_s - facts.began_s,
+                num_bytes=facts.num_bytes,
+                num_chunks=facts.num_chunks,
+            )
+            for facts in self._driver.cache.leases()
+        ]
+
+    def events_since(self, sequence: int, num_events_max: int) -> LogPage:
+        """What was stored and removed, from event number ``sequence`` on (the first is 1).
+
+        Raises:
+            ValueError: ``sequence`` is beyond the log.
+        """
+        return self._driver.cache.events_since(sequence, num_events_max)
+
+    def reports_since(self, sequence: int, num_reports_max: int) -> ReportPage:
+        """Token reports from number ``sequence`` on (the first is 1).
+
+        Raises:
+            ValueError: ``sequence`` is beyond what was reported.
+        """
+        return self._reports.since(sequence, num_reports_max)
+
+    async def wait_events(self, sequence: int, timeout_s: float) -> bool:
+        """Whether event number ``sequence`` exists; waits for it up to ``timeout_s``."""
+        return await self._driver.waiters.wait(sequence, timeout_s)
+
+    async def wait_reports(self, sequence: int, timeout_s: float) -> bool:
+        """Whether report number ``sequence`` exists; waits for it up to ``timeout_s``."""
+        return await self._reports.waiters.wait(sequence, timeout_s)
+
+    def clear(self, tenant: str | None, model: str | None) -> Cleared:
+        """Forgets the chunks of a tenant, a model, both, or, with neither, all."""
+        reply = self._driver.step(Clear(tenant, model))
+        assert isinstance(reply, Cleared), reply
+        return reply
+
+    def loops_alive(self) -> dict[str, bool]:
+        """What must be alive for this server to work, by name."""
+        is_turning = self._frames.loop.time() - self._frames.swept_at_s < _LOOP_STALL_S
+        return {"calls": self._frames.is_listening and is_turning, "population": self._population.is_alive}
