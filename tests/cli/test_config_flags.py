@@ -60,6 +60,7 @@ def test_what_the_compiler_writes_is_read_back_as_the_same_spec() -> None:
     spec = RouterSpec(
         prefill=["http://a:1"],
         decode=["http://b:2"],
+        cache_servers=["http://c:3", "http://d:4"],
         vllm_pd_disaggregation=False,
         request_id_tag=False,
         access_log=True,
@@ -72,6 +73,13 @@ def test_what_the_compiler_writes_is_read_back_as_the_same_spec() -> None:
     result, found = router(*argv[argv.index("router") + 1 :])
     assert result.exit_code == 0, result.output
     assert found == spec
+
+
+def test_an_option_that_is_spelled_in_another_way_than_its_field_has_both() -> None:
+    result, spec = router("--cache-server", "http://c:1", "--cache-servers", "http://d:2")
+    assert result.exit_code == 0, result.output
+    assert spec is not None
+    assert spec.cache_servers == ["http://c:1", "http://d:2"]
 
 
 def test_every_wrong_option_is_named() -> None:
@@ -115,7 +123,7 @@ def test_every_knob_is_an_option_with_its_description() -> None:
     result, _ = run(Spec, "--help")
     text = " ".join(result.output.split())
     for knob in knobs(Spec):
-        assert f"--{knob.path.replace('_', '-')}" in text.replace("- ", "-"), knob.path
+        assert f"--{knob.flag}" in text.replace("- ", "-"), knob.path
     assert "Prompt tokens computed a second" in text
 
 

@@ -54,8 +54,9 @@ def stated_facts(name: str) -> Callable[[Compiled], HostFacts]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_check_says_exactly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_says_exactly(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(FOLDER)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("antiphon.config.compile.this_machine", lambda: LAPTOP)
     monkeypatch.setattr("antiphon.cli.config.gather_facts", stated_facts(name))
     result = CliRunner().invoke(main, ["config", "check", "--config", f"{name}.yaml"])

@@ -70,6 +70,9 @@ def test_a_shell_gives_each_process_what_the_plan_says(in_folder: Path, die_with
 def test_each_process_is_headed_by_where_it_runs() -> None:
     heads = [line for line in invoke().stdout.splitlines() if line.startswith("#")]
     assert [line.split(" (")[0] for line in heads] == [
+        "# cache-prefill-0 runs on 127.0.0.1",
+        "# cache-prefill-1 runs on 192.0.2.9",
+        "# cache-decode runs on 192.0.2.9",
         "# prefill-0 runs on 127.0.0.1",
         "# prefill-1 runs on 192.0.2.9",
         "# decode-0 runs on 192.0.2.9",
@@ -84,8 +87,10 @@ def test_incarnations_are_fresh() -> None:
 
 
 def test_selection() -> None:
-    assert names() == ["prefill-0", "prefill-1", "decode-0", "router"]
-    assert names("--host", "192.0.2.9") == ["prefill-1", "decode-0"]
+    caches = ["cache-prefill-0", "cache-prefill-1", "cache-decode"]
+    assert names() == [*caches, "prefill-0", "prefill-1", "decode-0", "router"]
+    assert names("--host", "192.0.2.9") == [*caches[1:], "prefill-1", "decode-0"]
+    assert names("--only", "cache_server") == caches
     assert names("--only", "prefill") == ["prefill-0", "prefill-1"]
     assert names("--only", "prefill", "--host", "127.0.0.1") == ["prefill-0"]
     assert names("--only", "router") == ["router"]
@@ -96,10 +101,10 @@ def test_selection() -> None:
     [
         (("--host", "10.0.0.1"), "the hosts are 127.0.0.1, 192.0.2.9"),
         (("--only", "prefil"), "did you mean 'prefill'?"),
-        (("--only", "x"), "there are prefill, decode, router, prefill-0"),
+        (("--only", "x"), "there are cache_server, prefill, decode, router, cache-prefill-0"),
         (("--config", "absent.yaml"), "cannot be read"),
         (("--set", "router.prot=1"), "did you mean router.port?"),
-        (("--set", "decode.kv_transfer_config.kv_connector=LMCacheMPConnector"), "not part of this version"),
+        (("--set", "decode.kv_transfer_config.kv_connector=LMCacheMPConnector"), "beside a NixlConnector"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(args: tuple[str, ...], words: str) -> None:

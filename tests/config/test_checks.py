@@ -5,6 +5,7 @@ In scope: whose facts count (local processes only), limits at their edge, and th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from antiphon.config.checks import run_checks
 from antiphon.config.facts import InterpreterFacts, ModelFacts
 from tests.config.facts_for_tests import GPU_HOST, LAPTOP, compiled_from, facts_of
 
-CPU = {"engine.device": "cpu", "engine.kv_memory_bytes": 10**9}
+CPU = {"engine.device": "cpu", "engine.kv_memory_bytes": 10**9, "cache.enabled": False}
+CACHED = CPU | {"cache.enabled": True, "cache.l1_size_bytes": 2 * 10**9}
 
 
 def fields(sets: dict[str, Any], *, machine: Any = LAPTOP, is_running: bool = False, **facts: Any) -> list[str]:
@@ -40,6 +42,92 @@ def test_what_is_free_is_not_asked_of_a_running_deployment() -> None:
     taken = {"mem_available_bytes": 0, "shm_free_bytes": 0, "ports_in_use": frozenset({8001, 30000})}
     assert fields(CPU, **taken) == ["engine.kv_memory_bytes", "/dev/shm", "prefill.port", "router.port"]
     assert fields(CPU, is_running=True, **taken) == []
+
+
+def test_memory_is_one_sum_of_engines_and_cache_servers() -> None:
+    # 4.54 GB as above, and two servers with 2 GB and a process of 0.1 GB each.
+    engines, both = 4_540_000_000, 8_740_000_000
+    assert fields(CACHED, mem_available_bytes=both) == []
+    assert fields(CACHED, mem_available_bytes=both - 1) == ["cache.l1_size_bytes"]
+    assert fields(CACHED, mem_available_bytes=engines) == ["cache.l1_size_bytes"]
+    assert fields(CACHED, mem_available_bytes=engines - 1) == ["engine.kv_memory_bytes"]
+    assert fields(CACHED | {"cache.shared": True}, mem_available_bytes=both - 2_100_000_000) == []
+    compiled = compiled_from(CACHED)
+    (problem,) = run_checks(compiled, facts_of(compiled, mem_available_bytes=both - 10**9)).problems
+    assert "2 engines need 4.54 GB" in problem.message
+    assert "2 cache servers need 4.2 GB" in problem.message
+    assert "together 8.74 GB, but 7.74 GB is free" in problem.message
+    assert "at most 1.5 GB, write cache.shared: true, " in problem.fix
+    # What the message says does work.
+    assert fields(CACHED | {"cache.l1_size_bytes": "1.5GB"}, mem_available_bytes=both - 10**9) == []
+
+
+def test_memory_of_cache_servers_counts_beside_gpus_too() -> None:
+    sets = {"engine.device": "cuda", "prefill.devices": [0], "decode.devices": [1], "cache.l1_size_bytes": "10GB"}
+    assert fields(sets, mem_available_bytes=20_200_000_000) == []
+    assert fields(sets, mem_available_bytes=20_199_999_999) == ["cache.l1_size_bytes"]
+
+
+def test_what_this_deployment_holds_already_is_not_looked_for() -> None:
+    compiled = compiled_from(CACHED)
+    taken = facts_of(
+        compiled,
+        mem_available_bytes=0,
+        shm_free_bytes=0,
+        ports_in_use=frozenset({8001, 5600, 8101, 5700, 6555, 6556, 8090, 8091, 30000}),
+        running={plan.name: frozenset(plan.ports.values()) for plan in compiled.plans},
+    )
+    assert run_checks(compiled, taken).problems == ()
+    # A process that is down needs memory, and a port of its own that somebody else has taken.
+    partly = replace(taken, running={name: ports for name, ports in taken.running.items() if name != "cache-decode"})
+    found = [problem.field for problem in run_checks(compiled, partly).problems]
+    assert found == ["cache.l1_size_bytes", "cache.http_port", "cache.port"]
+    moved = compiled_from(CACHED | {"decode.port": 9000})
+    found = [p.field for p in run_checks(moved, replace(taken, ports_in_use=frozenset({8001, 9000}))).problems]
+    assert found == ["decode.port"], "the spec says another port than the one that runs"
+
+
+@pytest.mark.parametrize(
+    ("sets", "found"),
+    [
+        ({}, []),
+        ({"cache.chunk_size_tokens": 64}, ["cache.chunk_size_tokens"]),
+        ({"cache.chunk_size_tokens": 64, "engine.block_size_tokens": 32}, []),
+        ({"engine.block_size_tokens": 96}, ["cache.chunk_size_tokens"]),
+        ({"cache.chunk_size_tokens": 64, "cache.enabled": False}, []),
+        ({"cache.chunk_size_tokens": 48, "engine.device": "cuda", "engine.gpu_memory_utilization": 0.4}, []),
+    ],
+)
+def test_a_chunk_is_whole_blocks(sets: dict[str, Any], found: list[str]) -> None:
+    assert fields(CACHED | sets) == found
+
+
+def test_the_path_of_a_socket_has_a_limit() -> None:
+    longest = "/" + "d" * (106 - len("/cache-x-prefiller-0123456789ab.sock"))
+    sets = CACHED | {"name": "x"}
+    assert fields(sets | {"cache.runtime_dir": longest}) == []
+    assert fields(sets | {"cache.runtime_dir": longest + "d"}) == ["cache.runtime_dir"], "decoder is shorter"
+    assert fields(sets, runtime_dir=longest + "d") == ["cache.runtime_dir"]
+    elsewhere = {"prefill.hosts": ["192.0.2.1"], "decode.hosts": ["192.0.2.1"]}
+    assert fields(sets | elsewhere, runtime_dir=longest + "d") == []
+
+
+def test_the_interpreter_of_an_engine_with_a_cache_has_the_connector() -> None:
+    bare = InterpreterFacts("0.32.0", "1.5.1", has_antiphon=False)
+    for sets, found in ((CACHED, ["engine.python"]), (CPU, [])):
+        compiled = compiled_from(sets)
+        keys = facts_of(compiled).interpreters
+        report = run_checks(compiled, facts_of(compiled, interpreters=dict.fromkeys(keys, bare)))
+        assert [problem.field for problem in report.problems] == found
+
+
+def test_a_quota_past_the_cache_is_pointed_out() -> None:
+    compiled = compiled_from(
+        CACHED | {"cache.quota_bytes": {"a": "1GB", "b": "3GB"}, "cache.default_quota_bytes": "4GB"}
+    )
+    notices = run_checks(compiled, facts_of(compiled)).notices
+    found = [notice.field for notice in notices if "limits nothing" in notice.message]
+    assert found == ["cache.quota_bytes.b", "cache.default_quota_bytes"]
 
 
 def test_only_local_processes_use_this_host() -> None:
@@ -184,12 +272,16 @@ ports = st.integers(min_value=1, max_value=65535) | st.integers(min_value=8000, 
             "decode.port": ports,
             "decode.side_channel_port": ports,
             "router.port": ports,
+            "cache.port": ports,
+            "cache.http_port": ports,
+            "cache.enabled": st.booleans(),
+            "cache.shared": st.booleans(),
             "prefill.replicas": st.integers(1, 3),
             "decode.replicas": st.integers(1, 3),
         }
     )
 )
-def test_no_problem_means_no_clash_and_a_clash_is_a_problem(sets: dict[str, int]) -> None:
+def test_no_problem_means_no_clash_and_a_clash_is_a_problem(sets: dict[str, Any]) -> None:
     compiled = compiled_from({"engine.kind": "simulated", **sets})
     taken = [port for plan in compiled.plans for port in plan.ports.values()]
     has_clash = len(taken) != len(set(taken)) or max(taken) > 65535

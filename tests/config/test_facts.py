@@ -107,13 +107,16 @@ def test_an_interpreter_says_what_is_installed(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     isolated = script(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"')
-    assert facts.probe_interpreter((isolated, "")) == facts.InterpreterFacts("9.9.1", "8.8.2")
+    assert facts.probe_interpreter((isolated, "")) == facts.InterpreterFacts("9.9.1", "8.8.2", has_antiphon=False)
+    assert facts.probe_interpreter((sys.executable, "")).has_antiphon
     bare = script(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
-    assert facts.probe_interpreter((bare, "")) == facts.InterpreterFacts(None, None)
+    assert facts.probe_interpreter((bare, "")) == facts.InterpreterFacts(None, None, has_antiphon=False)
     # A package without metadata, as a stripped copy has it, is found by name.
     (tmp_path / "copy" / "nixl").mkdir(parents=True)
     (tmp_path / "copy" / "nixl" / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    assert facts.probe_interpreter((bare, str(tmp_path / "copy"))) == facts.InterpreterFacts(None, "unknown")
+    assert facts.probe_interpreter((bare, str(tmp_path / "copy"))) == facts.InterpreterFacts(
+        None, "unknown", has_antiphon=False
+    )
 
 
 def test_an_interpreter_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

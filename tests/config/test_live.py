@@ -70,6 +70,7 @@ def deployment(free_ports: Callable[[int], list[int]], tmp_path: Path) -> tuple[
             strict=True,
         )
     )
+    sets |= {"cache.enabled": False}
     sets |= {"engine.device": "cpu", "engine.python": str(python), "engine.env": {"PYTHONPATH": str(site)}}
     return compiled_from(sets), ports
 
@@ -110,6 +111,21 @@ def test_what_is_not_started_unhealthy_or_other(deployment: tuple[Compiled, list
     assert found == {}
     fix = next(row.fix for row in rows if row.process == "router")
     assert "start router on 127.0.0.1" in fix
+
+
+def test_a_cache_server_is_tried_by_its_own_probe(free_ports: Callable[[int], list[int]]) -> None:
+    ports = free_ports(2)
+    sets = {"engine.kind": "simulated", "cache.enabled": True, "cache.shared": True}
+    compiled = compiled_from(sets | {"cache.port": ports[0], "cache.http_port": ports[1]})
+    with http_server(ports[1], {"/healthz": (503, b"")}), socket.create_server(("127.0.0.1", ports[0])):
+        rows = [row for row in live.check_live(compiled) if row.process == "cache"]
+    assert [(row.target, row.is_ok, row.result) for row in rows] == [
+        (f"http port 127.0.0.1:{ports[1]}", True, "open"),
+        (f"calls port 127.0.0.1:{ports[0]}", True, "open"),
+        (f"GET http://127.0.0.1:{ports[1]}/healthz", False, "503"),
+    ]
+    elsewhere = compiled_from(sets | {"prefill.hosts": ["192.0.2.1"], "decode.hosts": ["192.0.2.1"]})
+    assert [plan.name for plan in live.tried(elsewhere)] == ["prefill-0", "decode-0", "router"]
 
 
 def test_a_program_that_is_no_engine(deployment: tuple[Compiled, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def compiled(prefill: Any, **sets: Any) -> Compiled:
 
 def written(result: Compiled) -> dict[str, Any]:
     """What the first prefill engine is given."""
-    argv = result.plans[0].argv
+    argv = next(plan.argv for plan in result.plans if plan.name == "prefill-0")
     config: dict[str, Any] = json.loads(argv[argv.index("--kv-transfer-config") + 1])
     return config
 
@@ -84,13 +84,10 @@ def test_a_role_that_suits_is_made_precise(role: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["LMCacheMPConnector", "LMCacheConnectorV1", "AntiphonConnector"])
-def test_cache_connectors_are_refused_clearly(name: str) -> None:
-    for raw in (
-        {"kv_connector": name, "kv_role": "kv_both"},
-        multi(NIXL, {"kv_connector": name, "kv_role": "kv_both"}),
-    ):
-        (problem,) = compiled(raw).problems
-        assert f"{name}: the cache connector is not part of this version" in problem.message
+def test_a_cache_connector_alone_hands_nothing_over(name: str) -> None:
+    (problem,) = compiled({"kv_connector": name, "kv_role": "kv_both"}).problems
+    assert f"{name} alone" in problem.message
+    assert "beside a NixlConnector in a MultiConnector" in problem.fix
 
 
 @pytest.mark.parametrize(
@@ -109,6 +106,7 @@ def test_cache_connectors_are_refused_clearly(name: str) -> None:
         (multi(), "connectors", "holds 0 NixlConnectors"),
         (multi(NIXL, NIXL), "connectors", "holds 2 NixlConnectors"),
         (multi(NIXL, multi(NIXL)), "connectors", "inside a MultiConnector"),
+        (multi(NIXL, {"kv_connector": "MooncakeStoreConnector"}), "connectors[1]", "not part of this version"),
         ({"kv_connector": "MultiConnector"}, "connectors", "not a list"),
     ],
 )
@@ -138,6 +136,8 @@ def test_anything_gives_a_problem_or_a_configuration_that_keeps_the_rules(raw: d
         return
     config = written(result)
     assert config["kv_connector"] in ("NixlConnector", "MultiConnector")
+    for child in config["kv_connector_extra_config"].get("connectors", []):
+        assert child["kv_role"] == ("kv_both" if child["kv_connector"] == "AntiphonConnector" else "kv_producer")
     assert config["kv_role"] == "kv_producer"
     assert config["kv_load_failure_policy"] in ("fail", "recompute")
     assert config["engine_id"].startswith("prefill-0-")

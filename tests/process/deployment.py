@@ -71,17 +71,24 @@ def watchdog_pids(deployment: str) -> list[int]:
 
 
 class Deployment:
-    """One ``antiphon up``: two prefill engines, two decode engines, a router."""
+    """One ``antiphon up``: two prefill engines, two decode engines, a router.
 
-    def __init__(self, folder: Path, preexec: Callable[[], None]) -> None:
+    Args:
+        folder: for the spec, the state and the output.
+        preexec: runs in the child before the program.
+        sections: further sections of the spec, as YAML.
+    """
+
+    def __init__(self, folder: Path, preexec: Callable[[], None], sections: str = "") -> None:
         self.name = f"k{os.getpid()}-{random.randrange(10**6)}"
         self.state_dir = folder / "state"
         self.router_port = quiet_ports(1)
         ports = {"p": quiet_ports(2), "d": quiet_ports(2), "router": self.router_port}
         sides = {"p_side": quiet_ports(2), "d_side": quiet_ports(2)}
-        spec = folder / "antiphon.yaml"
-        spec.write_text(SPEC.format(name=self.name, state_dir=self.state_dir, lease_s=LEASE_S, **ports, **sides))
-        argv = [sys.executable, "-m", "antiphon", "up", "--config", str(spec), "--quiet-logs"]
+        self.spec = folder / "antiphon.yaml"
+        text = SPEC.format(name=self.name, state_dir=self.state_dir, lease_s=LEASE_S, **ports, **sides)
+        self.spec.write_text(text + sections)
+        argv = [sys.executable, "-m", "antiphon", "up", "--config", str(self.spec), "--quiet-logs"]
         self.output = folder / "up.log"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import sys
@@ -19,11 +20,23 @@ from antiphon.core.errors import StartError
 from antiphon.protocol.state import ProcessState
 from antiphon.supervisor import procfs, store
 from antiphon.supervisor.events import SupervisorEvent
-from antiphon.supervisor.report import DeploymentReport, judge, with_load
+from antiphon.supervisor.report import DeploymentReport, judge, running_ports, with_load
 from antiphon.supervisor.supervisor import StartCancelled, Supervisor
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 DEADLINE_S = 10.0
+CACHE = """
+import http.server, json, sys
+L1 = {"total_object_count": 3, "memory_used_bytes": 300, "memory_total_bytes": 1000}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"storage_manager": {"l1_manager": L1}}).encode()
+        self.send_response(200 if self.path in ("/status", "/readiness") else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 
 pytestmark = pytest.mark.process
 
@@ -75,6 +88,20 @@ class Bench:
             argv=(sys.executable, "-S", str(FAKE_ENGINE), "--port", str(port), *extra),
             ports={"http": port},
             base_url=f"http://127.0.0.1:{port}",
+        )
+
+    def cache_plan(self, name: str) -> ProcessPlan:
+        """A stand-in for a cache server: it answers /readiness and tells what it holds."""
+        (port,) = self._free_ports(1)
+        return ProcessPlan(
+            name=name,
+            role="cache_server",
+            kind="cache_server",
+            host="127.0.0.1",
+            argv=(sys.executable, "-S", "-c", CACHE, str(port)),
+            ports={"http": port},
+            base_url=f"http://127.0.0.1:{port}",
+            ready_path="/readiness",
         )
 
     def spec(self, **changes: object) -> SupervisorSpec:
@@ -341,6 +368,60 @@ async def test_prompt_in_a_log_record_does_not_restart_anything(bench: Bench, tm
         assert record(supervisor, "decode-0").restarts == 0
 
 
+# --- cache servers ---------------------------------------------------------------------------------------------------
+
+
+async def test_cache_servers_start_with_the_engines_and_stop_after_them(bench: Bench) -> None:
+    plans = [bench.plan("router"), bench.plan("prefill-0", "--chatter", "1"), bench.cache_plan("cache-prefill")]
+    async with bench.supervisor(*plans) as supervisor:
+        order = [(event.process, event.kind) for event in bench.events if event.kind in ("starting", "ready")]
+        assert set(order[:2]) == {("cache-prefill", "starting"), ("prefill-0", "starting")}
+        assert order[-2:] == [("router", "starting"), ("router", "ready")]
+        report = await with_load(bench.report())
+        held = {row.name: (row.num_objects, row.used_bytes, row.total_bytes) for row in report.processes}
+        assert held == {"router": (None,) * 3, "prefill-0": (None,) * 3, "cache-prefill": (3, 300, 1000)}
+        own = running_ports(str(bench.folder / "state"), bench.name)
+        assert own == {plan.name: frozenset(plan.ports.values()) for plan in plans}
+        assert record(supervisor, "cache-prefill").role == "cache_server"
+    assert [event.process for event in bench.events if event.kind == "stopped"][:3] == [
+        "router",
+        "prefill-0",
+        "cache-prefill",
+    ]
+    assert running_ports(str(bench.folder / "state"), bench.name) == {}
+
+
+async def test_a_killed_cache_server_is_back_at_once_and_nothing_else_is_restarted(bench: Bench) -> None:
+    plans = [bench.plan("router"), bench.plan("prefill-0"), bench.cache_plan("cache")]
+    restart = RestartSpec(backoff_first_s=20.0, backoff_max_s=30.0, max_in_window=3, window_s=60.0)
+    async with bench.supervisor(*plans, restart=restart) as supervisor:
+        before = {name: record(supervisor, name).pid for name in ("router", "prefill-0", "cache")}
+        killed_s = time.monotonic()
+        os.kill(before["cache"] or 0, signal.SIGKILL)
+        await wait_until(lambda: record(supervisor, "cache").restarts == 1, "the restart")
+        await wait_until(lambda: record(supervisor, "cache").state == "ready", "readiness")
+        assert time.monotonic() - killed_s < 5.0
+        assert [event.text for event in bench.events if event.kind == "restarting"] == ["restarting in 0.2 s"]
+        assert {name: record(supervisor, name).pid for name in ("router", "prefill-0")} == {
+            name: before[name] for name in ("router", "prefill-0")
+        }
+        # The second time in a window it waits as everything else does.
+        os.kill(record(supervisor, "cache").pid or 0, signal.SIGKILL)
+        await wait_until(lambda: len(bench.kinds("cache")) > 0 and bench.kinds("cache")[-1] == "restarting", "the wait")
+        assert [event.text for event in bench.events if event.kind == "restarting"][-1] == "restarting in 20 s"
+
+
+async def test_cache_servers_alone_do_not_keep_a_deployment_up(bench: Bench) -> None:
+    supervisor = bench.supervisor(
+        bench.plan("decode-0"), bench.cache_plan("cache-decode"), restart=RestartSpec(enabled=False)
+    )
+    await supervisor.start()
+    run = asyncio.create_task(supervisor.run_until_stopped())
+    os.kill(record(supervisor, "decode-0").pid or 0, signal.SIGKILL)
+    with pytest.raises(StartError, match="every process has failed"):
+        await asyncio.wait_for(run, DEADLINE_S)
+
+
 # --- stop -------------------------------------------------------------------------------------------------------------
 
 
@@ -357,9 +438,10 @@ async def test_stop_takes_the_router_first_and_kills_what_ignores_sigterm(bench:
     assert marked_pids(bench.name) == []
     stopped = [event.process for event in bench.events if event.kind == "stopped"]
     assert stopped[0] == "router"
-    assert record(supervisor, "prefill-0").last_exit == "killed after 1 s"
+    last_exit = record(supervisor, "prefill-0").last_exit
+    assert re.fullmatch(r"killed after 1(\.\d+)? s", last_exit or "")
     texts = {event.process: event.text for event in bench.events if event.kind == "stopped"}
-    assert (texts["prefill-0"], texts["decode-0"]) == ("stopped: killed after 1 s", "stopped")
+    assert (texts["prefill-0"], texts["decode-0"]) == (f"stopped: {last_exit}", "stopped")
     assert record(supervisor, "decode-0").last_exit == "was killed by SIGTERM"
 
 

@@ -49,3 +49,13 @@ def test_never_more_than_the_limit_in_any_window(
         if delay_s is not None:
             assert delay_s == min(first_s * 2 ** len(recent), spec.backoff_max_s)
             granted.append(now_s)
+
+
+def test_the_first_restart_of_a_window_may_be_sooner_than_the_policy_says() -> None:
+    spec = RestartSpec(backoff_first_s=1, backoff_max_s=30, max_in_window=4, window_s=100)
+    budget = RestartBudget(spec, first_s=0.2)
+    assert [budget.next_delay_s(float(second)) for second in range(5)] == [0.2, 1, 2, 4, None]
+    assert budget.next_delay_s(104.0) == 0.2
+    # It never makes a wait longer, and grants no restart that the policy does not.
+    assert RestartBudget(spec, first_s=5.0).next_delay_s(0.0) == 1
+    assert RestartBudget(RestartSpec(enabled=False), first_s=0.2).next_delay_s(0.0) is None

@@ -11,7 +11,7 @@ import pytest
 from antiphon.core.errors import ConfigError, ProtocolError, StartError
 from antiphon.protocol.state import DeploymentState, ProcessState, decode_state, encode_state
 from antiphon.supervisor import procfs, store
-from antiphon.supervisor.report import judge
+from antiphon.supervisor.report import judge, running_ports
 
 
 def state_of(**changes: object) -> DeploymentState:
@@ -112,3 +112,18 @@ def test_report_believes_pid_and_start_time_only_in_this_boot() -> None:
     failed = judge(state_of(processes=[own_process(state="failed", pid=None), own_process(name="decode-0")]))
     assert (failed.is_up, failed.is_all_ready) == (True, False)
     assert not judge(state_of(processes=[])).is_all_ready
+
+
+def test_own_ports_are_those_that_a_living_supervisor_keeps_up(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    assert running_ports(str(tmp_path), "demo") == {}
+    up = [own_process(), own_process(name="cache", state="restarting", ports={"http": 8090, "calls": 6555}, pid=None)]
+    gone = [own_process(name="decode-0", state="failed"), own_process(name="router", state="stopped")]
+    store.write_state(folder, state_of(processes=[*up, *gone]))
+    assert running_ports(str(tmp_path), "demo") == {"prefill-0": frozenset({8001}), "cache": frozenset({8090, 6555})}
+    for changes in ({"stopped_at": 2.0}, {"boot_id": "another"}, {"supervisor_start_ticks": 1}):
+        store.write_state(folder, state_of(processes=up, **changes))
+        assert running_ports(str(tmp_path), "demo") == {}, changes
+    (folder / store.STATE_FILE).write_text("garbage")
+    assert running_ports(str(tmp_path), "demo") == {}

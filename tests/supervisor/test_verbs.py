@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from antiphon.cli import status as status_module
 from antiphon.cli.down import down
 from antiphon.cli.status import exit_code_of, format_uptime, table_lines
-from antiphon.cli.up import closing_lines, select_plans, sets_of, up
+from antiphon.cli.up import closing_lines, prepare, select_plans, sets_of, up
 from antiphon.config.plan import ProcessPlan
 from antiphon.core.errors import ConfigError
 from antiphon.supervisor.report import DeploymentReport, ProcessRow
+from tests.config.facts_for_tests import gatherer
 
 PLANS = [
     ProcessPlan(name=name, role=role, kind=kind, host=host, argv=("x",), base_url=f"http://{host}:1")  # type: ignore[arg-type]
@@ -45,6 +46,16 @@ def test_selection(only: tuple[str, ...], started: list[str], elsewhere: list[st
 def test_unknown_only_names_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"--only prefil.*decode-0, prefill, prefill-0"):
         select_plans(PLANS, ("prefil",), LOCAL)
+
+
+def test_an_engine_without_its_cache_server_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.cli.up.gather_facts", gatherer())
+    sets = ["model.path=x", "engine.kind=simulated", "cache.enabled=true", "cache.l1_size_bytes=1MB"]
+    said = "cache-prefill, the cache server of prefill-0, is not started by this command"
+    assert prepare(None, sets, ["prefill"])[2] == [said]
+    assert prepare(None, sets, ["prefill", "cache-prefill"])[2] == []
+    assert prepare(None, sets, ["router"])[2] == []
+    assert prepare(None, sets, [])[2] == []
 
 
 def test_closing_block_has_a_command_that_can_be_copied() -> None:
@@ -119,6 +130,24 @@ def test_table() -> None:
     gone = table_lines(report(row(state="dead", pid=None), is_alive=False, orphans=(5, 6)))
     assert gone[0] == "demo: supervisor gone (was pid 7)"
     assert "pid 5, 6; antiphon down --name demo" in gone[-1]
+
+
+def test_table_tells_what_a_cache_server_holds() -> None:
+    cache = {"role": "cache_server", "kind": "cache_server", "port": 8090, "base_url": "http://127.0.0.1:8090"}
+    shown = table_lines(
+        report(
+            row(name="cache-prefill", num_objects=1, used_bytes=11_796_480, total_bytes=10**9, **cache),
+            row(name="cache-decode", is_load_unknown=True, **cache),
+            row(name="cache-x", state="restarting", pid=None, **cache),
+        )
+    )
+    assert shown[2:] == [
+        "cache-prefill  cache_server  12   ready       8090  1m15s   -        -        0",
+        "cache-decode   cache_server  12   ready       8090  1m15s   -        -        0",
+        "cache-x        cache_server  -    restarting  8090  1m15s   -        -        0",
+        "cache-prefill holds 1 object, 11.8 MB of 1 GB",
+        "cache-decode did not tell what it holds in time (http://127.0.0.1:8090/status)",
+    ]
 
 
 def test_exit_codes() -> None:

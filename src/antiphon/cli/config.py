@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from antiphon.config.live import LiveRow, check_live
 from antiphon.config.load import load_spec
 from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
-from antiphon.config.problems import Problem, SpecError
+from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.render import render_json, render_shell
 from antiphon.core.ids import new_incarnation
+from antiphon.supervisor.report import running_ports
 
 DEFAULT_FILE = "antiphon.yaml"
 
@@ -50,7 +52,9 @@ def config() -> None:
 @config_option
 @set_option
 @click.option("--host", metavar="HOST", help="Only the processes that run on this host.")
-@click.option("--only", metavar="ROLE|NAME", help="Only prefill, decode, router, or one process such as prefill-0.")
+@click.option(
+    "--only", metavar="ROLE|NAME", help="Only prefill, decode, router, cache_server, or one process such as prefill-0."
+)
 @click.option("--format", "form", type=click.Choice(["shell", "json"]), default="shell", show_default=True)
 @click.option("--show-secrets", is_flag=True, help="Print the values of keys, tokens and passwords instead of ***.")
 def render(
@@ -96,7 +100,12 @@ def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str
     except SpecError as error:
         _report(name, None, Report(error.problems, ()), form)
         sys.exit(2)
-    report = run_checks(compiled, gather_facts(compiled), is_running=live)
+    spec = compiled.spec
+    running = running_ports(spec.supervisor.state_dir, spec.name)
+    if running:
+        text = f"{spec.name} is up: what its processes hold already is not looked for ({', '.join(running)})"
+        compiled = replace(compiled, notices=(*compiled.notices, Notice("name", text)))
+    report = run_checks(compiled, replace(gather_facts(compiled), running=running), is_running=live)
     if report.problems or not live:
         _report(name, compiled, report, form)
         sys.exit(2 if report.problems else 0)

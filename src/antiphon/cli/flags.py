@@ -62,7 +62,7 @@ def _is_in(path: str, skip: Collection[str]) -> bool:
 
 
 def _option(knob: Knob) -> Callable[[Command], Command]:
-    flag = f"--{knob.path.replace('_', '-')}"
+    flag = f"--{knob.flag}"
     keywords: dict[str, Any] = {"default": None, "help": _help(knob)}
     if knob.kind == "bool":
         section, dot, last = flag.removeprefix("--").rpartition(".")
@@ -73,7 +73,9 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
         keywords |= {"type": str, "multiple": True, "default": (), "metavar": _METAVARS.get(knob.item_kind, "TEXT")}
     else:
         keywords |= {"type": _TYPES.get(knob.kind, str), "metavar": _METAVARS.get(knob.kind, "TEXT")}
-    return click.option(flag, knob.path.replace(".", _SEPARATOR), **keywords)
+    # A field that spells its option in another way than itself has both.
+    names = dict.fromkeys((flag, f"--{knob.path.replace('_', '-')}")) if knob.kind != "bool" else (flag,)
+    return click.option(*names, knob.path.replace(".", _SEPARATOR), **keywords)
 
 
 def _help(knob: Knob) -> str:

@@ -17,6 +17,7 @@ import click
 from antiphon.cli.config import config_option, spec_file
 from antiphon.config.load import load_spec
 from antiphon.config.supervisor_spec import default_state_dir
+from antiphon.config.units import format_bytes
 from antiphon.core.errors import AntiphonError, ConfigError
 from antiphon.supervisor import store
 from antiphon.supervisor.report import DeploymentReport, ProcessRow, judge, with_load
@@ -80,8 +81,17 @@ def _cells(row: ProcessRow) -> tuple[str, ...]:
 
     pid, port = (str(value) if value is not None else "-" for value in (row.pid, row.port))
     uptime = format_uptime(row.uptime_s)
-    running, waiting = load(row.num_running), load(row.num_waiting)
+    is_engine = row.kind not in ("router", "cache_server")
+    running, waiting = (load(value) if is_engine else "-" for value in (row.num_running, row.num_waiting))
     return (row.name, row.role, pid, row.state, port, uptime, running, waiting, str(row.restarts))
+
+
+def _held(row: ProcessRow) -> str:
+    """What a cache server holds."""
+    if row.num_objects is None or row.used_bytes is None or row.total_bytes is None:
+        return f"{row.name} did not tell what it holds in time ({row.base_url}/status)"
+    objects = f"{row.num_objects} object{'s' if row.num_objects != 1 else ''}"
+    return f"{row.name} holds {objects}, {format_bytes(row.used_bytes)} of {format_bytes(row.total_bytes)}"
 
 
 def table_lines(report: DeploymentReport) -> list[str]:
@@ -96,6 +106,7 @@ def table_lines(report: DeploymentReport) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [f"{report.name}: {supervisor}"]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines += [_held(row) for row in report.processes if row.kind == "cache_server" and row.state == "ready"]
     for row in report.processes:
         if row.last_exit and row.state not in ("ready", "stopped"):
             lines.append(f"{row.name} {row.last_exit} (log: {row.log_path})")

@@ -74,6 +74,11 @@ def prepare(
         names = ", ".join(plan.name for plan in selection.elsewhere if plan.host == host)
         where = f"--config {config_path} " if config_path else ""
         notices.append(f"not started here: {names} on {host}. See: antiphon config render {where}--host {host}")
+    started = {plan.name for plan in selection.started}
+    for server in compiled.servers:
+        served = [engine.name for engine in compiled.engines if engine.name in started and server.serves(engine)]
+        if served and server.name not in started:
+            notices.append(f"{server.name}, the cache server of {', '.join(served)}, is not started by this command")
     if not selection.started:
         raise ConfigError("no process of this deployment belongs to this host", remedy="; ".join(notices) or None)
     return compiled, selection, notices
@@ -131,7 +136,12 @@ def sets_of(sets: Sequence[str], params: dict[str, Any]) -> list[str]:
 @click.command(name="up")
 @config_option
 @set_option
-@click.option("--only", multiple=True, metavar="ROLE|NAME", help="Start only prefill, decode, router, or one process.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="ROLE|NAME",
+    help="Start only prefill, decode, router, cache_server, or one process.",
+)
 @click.option("--quiet-logs", is_flag=True, help="Do not show the processes' log lines on the console.")
 @spec_options(Spec)
 def up(config_file: Path | None, sets: tuple[str, ...], only: tuple[str, ...], quiet_logs: bool, **params: Any) -> None:

@@ -1,7 +1,7 @@
 """What cannot work, seen from the spec alone: clashes between processes, and what must be equal on both sides.
 
 Each check is a function of what was compiled and yields what it finds; :func:`run_checks` runs all of them and those of
-``checks_host.py``, so that one run shows every problem.
+``checks_cache.py`` and ``checks_host.py``, so that one run shows every problem.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from antiphon.config.checks_cache import CACHE_CHECKS
 from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts
@@ -42,7 +43,7 @@ def run_checks(
             ports (default: all): what another command starts may hold its own already.
     """
     found: list[Finding] = [*compiled.problems, *compiled.notices]
-    for check in (*SPEC_CHECKS, *HOST_CHECKS):
+    for check in (*SPEC_CHECKS, *CACHE_CHECKS, *HOST_CHECKS):
         found += check(compiled, facts)
     if not is_running:
         needing = compiled if started is None else _only(compiled, started)
@@ -61,25 +62,25 @@ def _only(compiled: Compiled, names: Collection[str]) -> Compiled:
         compiled,
         engines=tuple(engine for engine in compiled.engines if engine.name in names),
         plans=tuple(plan for plan in compiled.plans if plan.name in names),
+        servers=tuple(server for server in compiled.servers if server.name in names),
     )
 
 
 def check_ports(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """No two listeners on one host share a port, and no port runs past the last."""
     taken: dict[tuple[str, int], str] = {}
-    uses = {"http": "port", "side_channel": "side_channel_port"}
     for plan in compiled.plans:
         host = "this machine" if plan.host in facts.local_hosts else plan.host
+        each = "server" if plan.role == "cache_server" else "replica"
         for use, port in plan.ports.items():
-            section = plan.role
-            field = f"{section}.{uses[use]}"
+            field = plan.port_field(use)
             if port > 65535:
-                fix = f"lower {field} so that every replica on the host fits below 65536"
+                fix = f"lower {field} so that every {each} on the host fits below 65536"
                 yield Problem(field, f"{plan.name} on {plan.host} would get port {port}", fix)
             other = taken.setdefault((host, port), f"the {use.replace('_', ' ')} port of {plan.name}")
             mine = f"the {use.replace('_', ' ')} port of {plan.name}"
             if other != mine:
-                counts = "" if plan.role == "router" else "; replicas on one host count up from it"
+                counts = "" if plan.role == "router" else f"; {each}s on one host count up from it"
                 fix = f"give {field} a value of its own{counts}"
                 yield Problem(field, f"port {port} on {plan.host} is already {other}", fix)
 
@@ -142,10 +143,6 @@ def check_pools_agree(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]
         yield from _unequal("decode.device", devices["prefill"], devices["decode"], "engine.device")
     layouts = [pool.env.get("VLLM_KV_CACHE_LAYOUT") for pool in (prefill, decode)]
     yield from _unequal("decode.env.VLLM_KV_CACHE_LAYOUT", layouts[0], layouts[1], "engine.env.VLLM_KV_CACHE_LAYOUT")
-    names = [compiled.transfers[pool].config.get("kv_connector") for pool in POOLS]
-    if names[0] != names[1] and not compiled.problems:
-        message = f"{names[1]} in decode but {names[0]} in prefill"
-        yield Problem("decode.kv_transfer_config.kv_connector", message, "use the same connector in both pools")
     sizes = sorted((prefill.tensor_parallel_size, decode.tensor_parallel_size))
     if sizes[1] % sizes[0]:
         message = f"{decode.tensor_parallel_size}, but {prefill.tensor_parallel_size} in prefill: neither is a multiple"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from antiphon.config.cache_spec import SIZE_MIN_BYTES
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts, interpreter_key
 from antiphon.config.problems import Notice, Problem
-from antiphon.config.resolve import Engine
+from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine
 from antiphon.config.units import format_bytes
 
 Finding = Problem | Notice
@@ -15,8 +16,8 @@ HostCheck = Callable[[Compiled, HostFacts], Iterator[Finding]]
 
 SHM_BYTES_PER_ENGINE = 64 * 2**20
 """vLLM's message queues between its processes live in /dev/shm."""
-PROCESS_BYTES_PER_ENGINE = 10**9
-"""Three Python processes with torch loaded, private memory, measured without weights and KV."""
+CACHE_SERVER_BYTES = 100 * 10**6
+"""One Python process without torch, and its index, beside the memory for KV."""
 
 
 def _local_vllm(compiled: Compiled, facts: HostFacts) -> list[Engine]:
@@ -54,22 +55,45 @@ def check_model(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
 
 
 def check_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """Weights, KV and processes of the local engines on CPU fit into the memory that is free."""
-    engines = [engine for engine in _local_vllm(compiled, facts) if engine.device == "cpu"]
+    """Weights, KV and processes of the local engines on CPU, and the local cache servers, fit into what is free."""
+    engines = [
+        engine for engine in _local_vllm(compiled, facts) if engine.device == "cpu" and engine.name not in facts.running
+    ]
+    servers = [
+        server for server in compiled.servers if server.host in facts.local_hosts and server.name not in facts.running
+    ]
     kv_bytes = sum(engine.kv_memory_bytes or 0 for engine in engines)
     weight_bytes = facts.model.weight_bytes(compiled.spec.model.dtype) * len(engines)
-    needed = kv_bytes + weight_bytes + PROCESS_BYTES_PER_ENGINE * len(engines)
-    if needed > facts.mem_available_bytes:
-        message = (
-            f"{len(engines)} engines need {format_bytes(needed)} (KV {format_bytes(kv_bytes)}, weights "
-            f"{format_bytes(weight_bytes)}, processes 1 GB each), but {format_bytes(facts.mem_available_bytes)} is free"
-        )
-        yield Problem("engine.kv_memory_bytes", message, "lower it, run fewer replicas, or free memory")
+    engine_bytes = kv_bytes + weight_bytes + PROCESS_BYTES_PER_ENGINE * len(engines)
+    arena_bytes = sum(server.l1_size_bytes for server in servers)
+    server_bytes = arena_bytes + CACHE_SERVER_BYTES * len(servers)
+    if engine_bytes + server_bytes <= facts.mem_available_bytes:
+        return
+    terms = [f"KV {format_bytes(kv_bytes)}", f"weights {format_bytes(weight_bytes)}", "processes 1 GB each"]
+    needs = [f"{_count(len(engines), 'engine')} {format_bytes(engine_bytes)} ({', '.join(terms)})"] if engines else []
+    if servers:
+        arenas = f"memory for KV {format_bytes(arena_bytes)}, processes {format_bytes(CACHE_SERVER_BYTES)} each"
+        needs.append(f"{_count(len(servers), 'cache server')} {format_bytes(server_bytes)} ({arenas})")
+    both = f", together {format_bytes(engine_bytes + server_bytes)}" if len(needs) == 2 else ""
+    message = f"{' and '.join(needs)}{both}, but {format_bytes(facts.mem_available_bytes)} is free"
+    if not servers or engine_bytes > facts.mem_available_bytes:
+        fix = "lower it, run fewer replicas, or free memory"
+        yield Problem("engine.kv_memory_bytes", message, fix)
+        return
+    left = (facts.mem_available_bytes - engine_bytes - CACHE_SERVER_BYTES * len(servers)) // len(servers)
+    share = "" if compiled.spec.cache.shared or len(servers) < 2 else "write cache.shared: true, "
+    most = f"write at most {format_bytes(left)}, " if left >= SIZE_MIN_BYTES else ""
+    yield Problem("cache.l1_size_bytes", message, f"{most}{share}lower engine.kv_memory_bytes, or free memory")
+
+
+def _count(number: int, what: str) -> str:
+    """``2 engines need``, ``1 engine needs``."""
+    return f"{number} {what}{'s' if number != 1 else ''} need" if number != 1 else f"1 {what} needs"
 
 
 def check_shared_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """The message queues of the local engines fit into /dev/shm."""
-    num_engines = len(_local_vllm(compiled, facts))
+    num_engines = sum(engine.name not in facts.running for engine in _local_vllm(compiled, facts))
     needed = num_engines * SHM_BYTES_PER_ENGINE
     if needed > facts.shm_free_bytes:
         message = (
@@ -80,14 +104,14 @@ def check_shared_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Findin
 
 
 def check_ports_free(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """Nothing listens yet where a local process will."""
-    uses = {"http": "port", "side_channel": "side_channel_port"}
+    """Nothing listens yet where a local process will, other than this deployment itself."""
+    own = frozenset[int]().union(*facts.running.values())
     for plan in compiled.plans:
         if plan.host not in facts.local_hosts:
             continue
         for use, port in plan.ports.items():
-            if port in facts.ports_in_use:
-                field = f"{plan.role}.{uses[use]}"
+            if port in facts.ports_in_use and port not in own:
+                field = plan.port_field(use)
                 message = f"port {port} of {plan.name} is already in use on this host"
                 yield Problem(field, message, f"stop what listens there, or give {field} another value")
 

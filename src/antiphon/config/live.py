@@ -43,7 +43,7 @@ class LiveRow:
 
 def check_live(compiled: Compiled) -> list[LiveRow]:
     """Try every process of the plan from here, in parallel; then compare versions; then import NIXL here."""
-    plans = list(compiled.plans)
+    plans = tried(compiled)
     with ThreadPoolExecutor(max_workers=min(32, len(plans))) as pool:
         answers = list(pool.map(_try_process, plans))
     rows = [row for found, _ in answers for row in found]
@@ -51,6 +51,11 @@ def check_live(compiled: Compiled) -> list[LiveRow]:
     rows += _compare(versions, compiled)
     rows += [_import_nixl(key) for key in _interpreters(compiled)]
     return rows
+
+
+def tried(compiled: Compiled) -> list[ProcessPlan]:
+    """The processes that can be reached from here: all but the cache servers of other hosts, which are on loopback."""
+    return [plan for plan in compiled.plans if plan.kind != "cache_server" or is_this_machine(plan.host)]
 
 
 def _try_process(plan: ProcessPlan) -> tuple[list[LiveRow], str | None]:
@@ -86,9 +91,11 @@ def _try_port(plan: ProcessPlan, use: str, host: str, port: int) -> LiveRow:
 
 
 def _try_health(plan: ProcessPlan, host: str, port: int) -> LiveRow:
-    target = f"GET {plan.base_url}/health"
+    # That of a cache server stores and reads back a chunk; that of an engine or a router is spelled as vLLM spells it.
+    path = "/healthz" if plan.kind == "cache_server" else "/health"
+    target = f"GET {plan.base_url}{path}"
     try:
-        status, _ = _get(host, port, "/health")
+        status, _ = _get(host, port, path)
     except (OSError, http.client.HTTPException) as error:
         fix = f"see that {plan.name} and no other program listens there, and look in its log"
         return LiveRow(plan.name, target, False, _said(error), fix)

@@ -11,8 +11,10 @@ from typing import Literal
 
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
-Role = Literal["prefill", "decode", "router"]
-Kind = Literal["vllm", "simulated", "router"]
+Role = Literal["prefill", "decode", "router", "cache_server"]
+Kind = Literal["vllm", "simulated", "router", "cache_server"]
+_PORT_FIELDS = {"http": "port", "side_channel": "side_channel_port"}
+_CACHE_PORT_FIELDS = {"calls": "port", "http": "http_port"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class ProcessPlan:
     """
 
     name: str
-    """Unique in the deployment: ``prefill-0``, ``decode-1``, ``router``."""
+    """Unique in the deployment: ``prefill-0``, ``decode-1``, ``cache-prefill``, ``router``."""
     role: Role
     kind: Kind
     host: str
@@ -35,13 +37,26 @@ class ProcessPlan:
     unset_env: tuple[str, ...] = ()
     """Variables removed from the inherited environment."""
     ports: dict[str, int] = field(default_factory=dict)
-    """Every port that it listens on, by use: ``http``, ``side_channel``."""
+    """Every port that it listens on, by use: ``http``, ``side_channel``, ``calls`` (of a cache server)."""
     base_url: str = ""
     """Where its HTTP API answers, ``http://host:port``."""
     ready_path: str = "/health"
     """A GET on this path answers 200 when the process is ready."""
     model_name: str = ""
     """The served model name, for engines."""
+    bind: str = ""
+    """The address that it listens on, where only that one tells whether its ports are free; else empty."""
+
+    @property
+    def listens_on(self) -> str:
+        """The address at which its ports are taken."""
+        return self.bind or self.host
+
+    def port_field(self, use: str) -> str:
+        """The dotted path of the spec field that gives the port for ``use``."""
+        if self.role == "cache_server":
+            return f"cache.{_CACHE_PORT_FIELDS[use]}"
+        return f"{self.role}.{_PORT_FIELDS[use]}"
 
     def born(self, incarnation: str) -> ProcessPlan:
         """The same plan with the placeholder replaced by ``incarnation``."""

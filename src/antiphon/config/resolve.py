@@ -12,12 +12,17 @@ from typing import Literal
 
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_loopback
+from antiphon.config.memory import mem_available_bytes
 from antiphon.config.problems import Notice
 from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
 from antiphon.config.units import format_bytes
 
 CPU_KV_MEMORY_BYTES = 400_000_000
 """Enough for 4096 tokens of a small model in float32 several times over; registering 1 GB with NIXL takes seconds."""
+CPU_BLOCK_SIZE_TOKENS, CUDA_BLOCK_SIZE_TOKENS = 128, 16
+"""What vLLM chooses when it is not told."""
+PROCESS_BYTES_PER_ENGINE = 10**9
+"""Three Python processes with torch loaded, private memory, measured without weights and KV."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Machine:
     """CPU cores that this process may use."""
     has_cuda: bool
     """Whether an NVIDIA GPU is present."""
+    mem_available_bytes: int | None = None
+    """Memory that can be had without swapping; None: not known, taken for plenty."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,13 @@ class Engine:
     """CUDA device ids; empty: as CUDA counts them."""
 
     @property
+    def block_size_tokens(self) -> int:
+        """Tokens in a KV block, vLLM's own default filled in."""
+        return self.spec.block_size_tokens or (
+            CPU_BLOCK_SIZE_TOKENS if self.device == "cpu" else CUDA_BLOCK_SIZE_TOKENS
+        )
+
+    @property
     def name(self) -> str:
         """``prefill-0``."""
         return f"{self.pool}-{self.index}"
@@ -62,7 +76,11 @@ class Engine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    return Machine(cores=len(os.sched_getaffinity(0)), has_cuda=num_cuda_devices() > 0)
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        has_cuda=num_cuda_devices() > 0,
+        mem_available_bytes=mem_available_bytes(),
+    )
 
 
 def device_of(pool: PoolSpec, machine: Machine) -> Literal["cpu", "cuda"]:

@@ -25,7 +25,16 @@ def _engine_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _admin_url(url: str) -> str:
+    """``url`` without a trailing slash; ValueError unless it is ``http://host:port``."""
+    try:
+        return _engine_url(url)
+    except ValueError as error:
+        raise ValueError(str(error).replace("URL of an engine", "admin URL of a cache server")) from error
+
+
 EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+AdminUrl = Annotated[str, AfterValidator(_admin_url)]
 
 
 class RouterSpec(SpecModel):
@@ -60,6 +69,13 @@ class RouterSpec(SpecModel):
         max_length=1024,
         description="URL of a decode engine, http://HOST:PORT. Empty in a spec file: the compiler fills it from the "
         "pool.",
+    )
+    cache_servers: list[AdminUrl] = Field(
+        default_factory=list,
+        max_length=1024,
+        json_schema_extra={"flag": "cache-server"},
+        description="Admin URLs of cache servers, http://HOST:PORT, from which token reports for receipts are read. "
+        "The compiler adds those of the deployment.",
     )
     vllm_pd_disaggregation: bool = Field(
         default=True,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from antiphon.config.cache_spec import CacheSpec
 from antiphon.config.model import SpecModel
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
@@ -286,6 +287,7 @@ class Spec(SpecModel):
     prefill: PrefillSpec = Field(default=PrefillSpec(), description="The engines that compute prompts.")
     decode: DecodeSpec = Field(default=DecodeSpec(), description="The engines that generate tokens.")
     handoff: HandoffSpec = Field(default=HandoffSpec(), description="How KV gets from prefill to decode.")
+    cache: CacheSpec = Field(default=CacheSpec(), description="The cache servers that keep KV for later requests.")
     router: RouterSpec = Field(default=RouterSpec(), description="The router that clients talk to.")
     supervisor: SupervisorSpec = Field(
         default=SupervisorSpec(), description="How antiphon up starts, watches and stops the processes."

@@ -2,6 +2,7 @@
 
 Invariants of what :func:`transfer_of` returns: the roles suit the pool, ``kv_load_failure_policy`` is at the top level
 (vLLM reads it nowhere else), ``engine_id`` is new at each start, and every connector in it is one of this version.
+The cache connector in it is made in ``transfer_cache.py``.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from antiphon.config.cache_servers import CACHE_CONNECTOR, CACHE_CONNECTORS, CacheServer, server_of
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import HandoffSpec
+from antiphon.config.transfer_cache import cache_connector, own_connectors
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_MARGIN_S = 5
 POLICIES = ("fail", "recompute")
 NIXL, MULTI = "NixlConnector", "MultiConnector"
-CACHE_CONNECTORS = frozenset(
-    {"AntiphonConnector", "LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "MooncakeStoreConnector"}
-)
+MOONCAKE_STORE = "MooncakeStoreConnector"
 IGNORED = frozenset({"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "engine_id"})
 """Keys that NIXL does not use, most of which newer vLLM refuses; and ``engine_id``, which is ours."""
 KNOWN = frozenset(
@@ -44,17 +45,28 @@ class Transfer:
         return {**head, "engine_id": f"{name}-{INCARNATION_PLACEHOLDER}", **self.config}
 
 
-def transfer_of(engine: Engine, handoff: HandoffSpec) -> Transfer:
-    """The transfer configuration of the pool of ``engine``; with problems, one that holds what could be kept."""
+def transfer_of(engine: Engine, handoff: HandoffSpec, servers: list[CacheServer]) -> Transfer:
+    """The transfer configuration of ``engine``; with problems, one that holds what could be kept."""
     raw = engine.spec.kv_transfer_config
     where = f"{engine.pool}.kv_transfer_config"
     if raw is None:
-        raw = {"kv_connector": NIXL}
+        raw = own_connectors(server_of(engine, servers))
     transfer = Transfer(config={})
+    around = _Around(engine, handoff, servers, transfer)
     policy = _policy(raw, where, transfer) or handoff.kv_load_failure_policy
-    config = _connector(raw, where, engine, handoff, transfer)
+    config = _connector(raw, where, around)
     transfer.config = {**config, "kv_load_failure_policy": policy}
     return transfer
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What every connector of one configuration shares."""
+
+    engine: Engine
+    handoff: HandoffSpec
+    servers: list[CacheServer]
+    transfer: Transfer
 
 
 def lease_s(config: dict[str, Any]) -> int:
@@ -106,10 +118,9 @@ def _policy(raw: dict[str, Any], where: str, transfer: Transfer) -> str | None:
     return top
 
 
-def _connector(
-    raw: dict[str, Any], where: str, engine: Engine, handoff: HandoffSpec, transfer: Transfer
-) -> dict[str, Any]:
+def _connector(raw: dict[str, Any], where: str, around: _Around) -> dict[str, Any]:
     """One connector of ``raw``, put right, without its load failure policy."""
+    engine, handoff, transfer = around.engine, around.handoff, around.transfer
     name = raw.get("kv_connector")
     extra = raw.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
@@ -119,10 +130,7 @@ def _connector(
     config: dict[str, Any] = {"kv_connector": name, "kv_role": _role(raw, where, engine, transfer)}
     config.update(_kept(raw, where, transfer))
     if name == MULTI:
-        config["kv_connector_extra_config"] = {
-            **extra,
-            "connectors": _children(extra, where, engine, handoff, transfer),
-        }
+        config["kv_connector_extra_config"] = {**extra, "connectors": _children(extra, where, around)}
         return config
     if name != NIXL:
         transfer.problems.append(_refused(name, where))
@@ -142,10 +150,9 @@ def _connector(
     return config
 
 
-def _children(
-    extra: dict[str, Any], where: str, engine: Engine, handoff: HandoffSpec, transfer: Transfer
-) -> list[dict[str, Any]]:
+def _children(extra: dict[str, Any], where: str, around: _Around) -> list[dict[str, Any]]:
     """The children of a MultiConnector, each put right."""
+    transfer = around.transfer
     children = extra.get("connectors")
     path = f"{where}.kv_connector_extra_config.connectors"
     fix = "list a NixlConnector there, or leave kv_transfer_config out"
@@ -159,7 +166,22 @@ def _children(
     if MULTI in names:
         transfer.problems.append(Problem(path, "holds a MultiConnector inside a MultiConnector", "write one list"))
         return []
-    return [_connector(child, f"{path}[{index}]", engine, handoff, transfer) for index, child in enumerate(children)]
+    num_caches = sum(_is_cache(name) for name in names)
+    if num_caches > 1:
+        message = f"holds {num_caches} cache connectors; an engine has one cache server"
+        transfer.problems.append(Problem(path, message, f"keep one {CACHE_CONNECTOR}"))
+        return []
+    return [_child(child, f"{path}[{index}]", around) for index, child in enumerate(children)]
+
+
+def _child(raw: dict[str, Any], where: str, around: _Around) -> dict[str, Any]:
+    """One child of a MultiConnector, put right."""
+    if not _is_cache(raw.get("kv_connector")):
+        return _connector(raw, where, around)
+    config, found = cache_connector(raw, where, around.engine, around.servers)
+    around.transfer.problems.extend(item for item in found if isinstance(item, Problem))
+    around.transfer.notices.extend(item for item in found if isinstance(item, Notice))
+    return config
 
 
 def _role(raw: dict[str, Any], where: str, engine: Engine, transfer: Transfer) -> str:
@@ -198,8 +220,11 @@ def _kept(raw: dict[str, Any], where: str, transfer: Transfer) -> dict[str, Any]
 
 def _refused(name: object, where: str) -> Problem:
     if _is_cache(name):
-        message = f"{name}: the cache connector is not part of this version, which hands KV over with NIXL only"
-        fix = "leave that connector out, or leave kv_transfer_config out altogether"
+        message = f"{name} alone reuses KV but hands none from prefill to decode"
+        fix = f"put it beside a {NIXL} in a {MULTI}, or leave kv_transfer_config out, which does the same"
+    elif name == MOONCAKE_STORE:
+        message = f"{name}: Mooncake as a cache is not part of this version"
+        fix = f"write {CACHE_CONNECTOR}, or leave that connector out"
     elif not isinstance(name, str):
         message, fix = "names no connector", f"write {NIXL}, or leave kv_transfer_config out"
     else:

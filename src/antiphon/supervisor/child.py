@@ -27,11 +27,12 @@ from typing import Any
 from antiphon.config.hosts import is_port_taken
 from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
+from antiphon.config.units import format_bytes
 from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
 from antiphon.engine import vllm
 from antiphon.protocol.state import ProcessPhase, ProcessState
-from antiphon.supervisor import launch, procfs
+from antiphon.supervisor import launch, procfs, shared_memory
 from antiphon.supervisor.events import EventKind
 from antiphon.supervisor.guard import Guard
 from antiphon.supervisor.logs import LogFollower, open_log, tail_lines
@@ -43,6 +44,8 @@ UNREADY_GRACE_S = 3.0
 READY_PROBE_TIMEOUT_S = 5.0
 FATAL_SETTLE_S = 3.0
 """After a fatal log line: the process usually ends by itself within this, and completes its traceback."""
+CACHE_STOP_GRACE_S = 5.0
+"""A cache server holds no request: it ends within 2 s, and what is not stored yet may be lost."""
 PORT_FREE_TIMEOUT_S = 5.0
 """How long a restart waits for the ports of the life before; a first start does not wait."""
 
@@ -88,6 +91,7 @@ class Child:
         self._fatal: asyncio.Future[str] | None = None
         self._follower: LogFollower | None = None
         self._follow: asyncio.Task[None] | None = None
+        self._segments: frozenset[shared_memory.Segment] = frozenset()
 
     @property
     def elapsed_s(self) -> float:
@@ -109,6 +113,7 @@ class Child:
             await self._wait_ports_free()
             await self._spawn(new_incarnation())
             await self._wait_ready()
+            await self._note_segments()
         except StartError as error:
             self.record.last_exit = error.message.splitlines()[0]
             await self._clear(TERM_GRACE_S)
@@ -133,8 +138,13 @@ class Child:
         """
         how = "stopped"
         is_serving = self.record.state == "ready"
-        grace_s = self._around.stop_grace_s if is_serving else min(self._around.stop_grace_s, UNREADY_GRACE_S)
+        grace_s = self._around.stop_grace_s
+        if not is_serving:
+            grace_s = min(grace_s, UNREADY_GRACE_S)
+        elif self.plan.kind == "cache_server":
+            grace_s = min(grace_s, CACHE_STOP_GRACE_S)
         if self._process is not None and self._session is not None and self._exit is not None:
+            await self._note_segments()
             asked_s = time.monotonic()
             leader = procfs.read_stat(self._process.pid)
             if leader is not None and not self._exit.done():
@@ -296,6 +306,20 @@ class Child:
             await self._follower.poll()
             self._follow = None
 
+    async def _note_segments(self) -> None:
+        """Remember the shared memory that an engine has, while it lives."""
+        if self.plan.kind == "vllm" and self._session is not None and self.record.started_at is not None:
+            session, since_s = self._session, self.record.started_at
+            self._segments |= await asyncio.to_thread(shared_memory.mapped_segments, session, since_s)
+
+    async def _remove_segments(self) -> None:
+        segments, self._segments = self._segments, frozenset()
+        removed = await asyncio.to_thread(shared_memory.remove_unused, segments) if segments else []
+        if removed:
+            size = format_bytes(sum(segment.num_bytes for segment in removed))
+            text = f"removed {len(removed)} segments of shared memory that it had left, {size}"
+            self._around.on_event(self, "notice", text)
+
     async def _clear(self, term_grace_s: float) -> None:
         """End what is left of the session, the leader included, and forget this life."""
         if self._process is None:
@@ -310,6 +334,7 @@ class Child:
                 self._around.on_event(self, "notice", f"could not end pid {pids}: the kernel holds it")
             else:
                 self._around.guard.drop(self._session)
+                await self._remove_segments()
         if self._exit is not None:
             await asyncio.wait({self._exit}, timeout=KILL_DEADLINE_S)
         await self._finish_log()
@@ -333,4 +358,4 @@ def describe_exit(returncode: int) -> str:
 
 def _taken_port(plan: ProcessPlan) -> tuple[str, int] | None:
     """The first port of the plan that something listens on already, with its use; None when all are free."""
-    return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.host, port)), None)
+    return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.listens_on, port)), None)

@@ -1,4 +1,4 @@
-"""The truth about a deployment: the state file's claims, held against ``/proc`` and the engines' own metrics.
+"""The truth about a deployment: the state file's claims, held against ``/proc`` and what the processes tell themselves.
 
 A process counts as alive only when its pid has the start time that was recorded, in this boot. What cannot be learnt in
 time is unknown, never down. It only reads: it signals nobody.
@@ -7,6 +7,7 @@ time is unknown, never down. It only reads: it signals nobody.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,6 +18,8 @@ from antiphon.protocol.state import DeploymentState, ProcessState
 from antiphon.supervisor import procfs, store
 
 SCRAPE_TIMEOUT_S = 2.0
+CACHE_STATUS_TIMEOUT_S = 0.5
+"""A cache server answers from its books, without waiting for a step of a model."""
 ShownState = Literal["starting", "ready", "restarting", "failed", "stopped", "dead"]
 
 
@@ -40,7 +43,13 @@ class ProcessRow:
     """Requests in the running batch; None where unknown or not an engine."""
     num_waiting: int | None = None
     is_load_unknown: bool = False
-    """The engine lives and did not tell its load in time."""
+    """The engine lives and did not tell its load in time; for a cache server, what it holds."""
+    num_objects: int | None = None
+    """Chunks that a cache server holds; None where unknown or not a cache server."""
+    used_bytes: int | None = None
+    """Bytes that they occupy."""
+    total_bytes: int | None = None
+    """Bytes of its memory for KV."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,18 @@ def refuse_second(state_dir: str, name: str) -> None:
         raise store.already_up(name, str(state.supervisor_pid))
 
 
+def running_ports(state_dir: str, name: str) -> dict[str, frozenset[int]]:
+    """The ports of each process, by name, that a living supervisor of the deployment ``name`` keeps up on this host."""
+    state = store.load_previous(store.deployment_dir(state_dir, name))
+    if state is None or not is_supervisor_alive(state):
+        return {}
+    return {
+        record.name: frozenset(record.ports.values())
+        for record in state.processes
+        if record.state in ("starting", "ready", "restarting")
+    }
+
+
 def _row(record: ProcessState, *, is_this_boot: bool, has_supervisor: bool, now: float) -> ProcessRow:
     is_alive = (
         is_this_boot
@@ -148,6 +169,8 @@ def judge(state: DeploymentState) -> DeploymentReport:
 async def _with_load(row: ProcessRow, timeout_s: float) -> ProcessRow:
     if row.kind == "router" or row.state != "ready":
         return row
+    if row.kind == "cache_server":
+        return await _with_cache(row, min(timeout_s, CACHE_STATUS_TIMEOUT_S))
     try:
         metrics = await vllm.scrape_metrics(row.base_url, timeout_s=timeout_s)
     except UpstreamError:
@@ -156,7 +179,23 @@ async def _with_load(row: ProcessRow, timeout_s: float) -> ProcessRow:
     return replace(row, num_running=running, num_waiting=waiting, is_load_unknown=running is None or waiting is None)
 
 
+async def _with_cache(row: ProcessRow, timeout_s: float) -> ProcessRow:
+    """``row`` with what the cache server says that it holds."""
+    try:
+        status, body = await vllm.http_get(f"{row.base_url}/status", timeout_s=timeout_s)
+        held = json.loads(body)["storage_manager"]["l1_manager"] if status == 200 else {}
+        counts = [held.get(key) for key in ("total_object_count", "memory_used_bytes", "memory_total_bytes")]
+    except (UpstreamError, ValueError, KeyError, TypeError, AttributeError):
+        return replace(row, is_load_unknown=True)
+    if not all(isinstance(count, int) for count in counts):
+        return replace(row, is_load_unknown=True)
+    return replace(row, num_objects=counts[0], used_bytes=counts[1], total_bytes=counts[2])
+
+
 async def with_load(report: DeploymentReport, *, timeout_s: float = SCRAPE_TIMEOUT_S) -> DeploymentReport:
-    """The same report with the load that each ready engine tells within ``timeout_s``; all are asked at once."""
+    """The same report with what each ready engine and cache server tells within ``timeout_s``; all are asked at once.
+
+    A cache server has 0.5 s at most.
+    """
     rows = await asyncio.gather(*(_with_load(row, timeout_s) for row in report.processes))
     return replace(report, processes=tuple(rows))

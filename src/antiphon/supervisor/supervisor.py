@@ -1,9 +1,9 @@
 """The supervisor: the processes of a deployment that belong to this host, from their start to their end.
 
-Owns the order (engines at once, the router when they are ready; the router stops first), the restarts, the state file
-and the lock. Invariants: one supervisor for a deployment on a host; when :meth:`Supervisor.start` raises and when
-:meth:`Supervisor.stop` has returned, nothing that was started is left; when the supervisor itself is killed, the
-watchdog sees to that.
+Owns the order (cache servers and engines at once, the router when they are ready; the router stops first, the cache
+servers last), the restarts, the state file and the lock. Invariants: one supervisor for a deployment on a host; when
+:meth:`Supervisor.start` raises and when :meth:`Supervisor.stop` has returned, nothing that was started is left; when
+the supervisor itself is killed, the watchdog sees to that.
 
 It must be started and stopped in one thread, which must outlive it: the kernel ends the children with that thread.
 It does not compile or check the spec, and it does not print except through the console that it is given.
@@ -34,6 +34,8 @@ from antiphon.supervisor.report import sessions_of
 from antiphon.supervisor.restart import RestartBudget
 from antiphon.supervisor.watchdog import KILL_DEADLINE_S, TERM_GRACE_S, end_sessions
 
+CACHE_FIRST_RESTART_S = 0.2
+"""A cache server that ends is back in a moment: every prompt is computed meanwhile, and engines wait for none of it."""
 HEARTBEAT_S = 10.0
 """While something starts, at least one line in this time."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -111,8 +113,9 @@ class Supervisor:
             await self._end_leftovers()
             await self._guard.start()
             self._write_state()
-            routers = [child for child in self._children if child.plan.kind == "router"]
-            await self._start_all([child for child in self._children if child not in routers])
+            routers, engines, caches = self._groups()
+            # An engine needs no cache server in order to start: it joins as soon as there is one.
+            await self._start_all([*caches, *engines])
             await self._start_all(routers)
             is_started = True
         finally:
@@ -135,7 +138,7 @@ class Supervisor:
             raise StartError("every process has failed and may not be restarted any more", remedy="read their logs")
 
     async def stop(self) -> None:
-        """Stop the router, then the engines, then the watchdog; nothing happens when nothing runs."""
+        """Stop the router, then engines, cache servers, and the watchdog; nothing happens when nothing runs."""
         if not self._is_up:
             return
         self._is_stopping = True
@@ -144,9 +147,7 @@ class Supervisor:
             life.cancel()
         outcomes = await asyncio.gather(*lives, return_exceptions=True)
         self._write_state()
-        routers = [child for child in self._children if child.plan.kind == "router"]
-        engines = [child for child in self._children if child not in routers]
-        for group in (routers, engines):
+        for group in self._groups():
             await asyncio.gather(*(child.stop() for child in group))
         await self._guard.stop()
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -165,7 +166,11 @@ class Supervisor:
             self._emit("stopping", "", "killing at once")
             self._kill_now.set()
             return
-        self._emit("stopping", "", "stopping: the router drains, then the engines (once more to kill at once)")
+        self._emit(
+            "stopping",
+            "",
+            "stopping: the router drains, then the engines and what is behind them (once more to kill at once)",
+        )
         self._stop_requested.set()
 
     def handle_signals(self) -> Callable[[], None]:
@@ -215,6 +220,12 @@ class Supervisor:
         restarts = sum(child.record.restarts for child in self._children)
         return counts | {"num_restarts": restarts, "watchdog_pid": self._guard.pid or 0}
 
+    def _groups(self) -> tuple[list[Child], list[Child], list[Child]]:
+        """Routers, engines and cache servers: the order in which they stop."""
+        routers = [child for child in self._children if child.plan.kind == "router"]
+        caches = [child for child in self._children if child.plan.kind == "cache_server"]
+        return routers, [child for child in self._children if child not in (*routers, *caches)], caches
+
     # --- starting and restarting -----------------------------------------------------------------------------------
 
     async def _end_leftovers(self) -> None:
@@ -258,7 +269,8 @@ class Supervisor:
 
     async def _live(self, child: Child) -> None:
         """Watch a ready child; start it again as often as the budget allows; then leave it failed."""
-        budget = RestartBudget(self._spec.restart)
+        is_cache = child.plan.kind == "cache_server"
+        budget = RestartBudget(self._spec.restart, first_s=CACHE_FIRST_RESTART_S if is_cache else None)
         while True:
             reason = await child.wait_ended()
             self._emit("exited", child.plan.name, reason)
@@ -289,7 +301,9 @@ class Supervisor:
         is_pool_lost = all(other.record.state == "failed" for other in same_role)
         lost = f"; no {child.plan.role} process is left on this host" if is_pool_lost else ""
         self._emit("failed", child.plan.name, f"failed for good: {why}{lost}")
-        if all(other.record.state == "failed" for other in self._children):
+        # Cache servers alone serve nobody.
+        serving = [other for other in self._children if other.plan.kind != "cache_server"] or self._children
+        if all(other.record.state == "failed" for other in serving):
             self._nothing_left.set()
 
     async def _heartbeat(self) -> None:

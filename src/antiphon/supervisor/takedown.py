@@ -19,8 +19,8 @@ from antiphon.supervisor.watchdog import KILL_DEADLINE_S, TERM_GRACE_S, end_sess
 
 POLL_S = 0.1
 TELL_S = 2.0
-SLACK_S = 10.0
-"""Added to the grace periods of the router and of the engines: the time that killing and reaping may take."""
+SLACK_S = 15.0
+"""Added to the grace periods of the router and of the engines: that of the cache servers, killing and reaping."""
 
 
 @dataclass(frozen=True)

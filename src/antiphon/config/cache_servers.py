@@ -1,0 +1,190 @@
+"""Which cache servers a deployment has, where each runs and with what; and the command line of each.
+
+Pure: the machine is an argument. Invariants: instance names and process names are unique in the deployment; the ports
+of the servers of one host count up; an engine has at most one server, on its own host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.config.cache_server_spec import GB
+from antiphon.config.hosts import http_url
+from antiphon.config.plan import ProcessPlan
+from antiphon.config.problems import Notice
+from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine, Machine
+from antiphon.config.spec import POOLS, Pool, Spec
+from antiphon.config.units import format_bytes
+
+CACHE_CONNECTOR = "AntiphonConnector"
+CACHE_CONNECTORS = frozenset({CACHE_CONNECTOR, "LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector"})
+"""Names that a ``kv_transfer_config`` may call the cache connector by; those of LMCache stand for ours."""
+DEFAULT_HOST = "127.0.0.1"
+L1_FREE_SHARE = 4
+"""One part in so many of the memory that the engines leave is for cache servers: weights, whose size is not known here,
+and the rest of the host need the others."""
+L1_DEFAULT_MAX_BYTES = {"cpu": 2 << 30, "cuda": 16 << 30}
+"""More is populated for a long time, and is worth saying in the spec."""
+L1_DEFAULT_MIN_BYTES = 64 << 20
+SERVER_NAMES: dict[Pool | None, tuple[str, str]] = {
+    "prefill": ("cache-prefill", "prefiller"),
+    "decode": ("cache-decode", "decoder"),
+    None: ("cache", "shared"),
+}
+"""Process name and instance name of the server of a pool, and of one that both pools share."""
+
+
+@dataclass(frozen=True)
+class CacheServer:
+    """One cache server, every default filled in."""
+
+    pool: Pool | None
+    """The pool that it serves; None: both."""
+    name: str
+    instance: str
+    """Carries the name of the deployment: there may be another one on the host, of the same user."""
+    host: str
+    """The host that it runs on, as the spec names it."""
+    address: str
+    """Loopback address that it listens on."""
+    port: int
+    http_port: int
+    l1_size_bytes: int
+    chunk_size_tokens: int
+
+    def serves(self, engine: Engine) -> bool:
+        """Whether it is the server of ``engine``."""
+        return self.host == engine.host and self.pool in (None, engine.pool)
+
+
+def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> list[CacheServer]:
+    """Every cache server of the deployment: those of prefill first, in the order of their hosts."""
+    pools = pools_with_cache(spec)
+    places: dict[tuple[Pool | None, str], None] = {}
+    for engine in engines:
+        if engine.pool in pools:
+            places[(None if spec.cache.shared else engine.pool, engine.host)] = None
+    num_hosts = Counter(group for group, _ in places)
+    num_on_host = Counter(host for _, host in places)
+    on_host: Counter[str] = Counter()
+    seen: Counter[Pool | None] = Counter()
+    servers = []
+    for group, host in places:
+        suffix = f"-{seen[group]}" if num_hosts[group] > 1 else ""
+        name, instance = SERVER_NAMES[group]
+        size = spec.cache.l1_size_bytes or _default_l1_bytes(host, engines, num_on_host[host], machine)
+        server = CacheServer(
+            pool=group,
+            name=name + suffix,
+            instance=f"{spec.name}-{instance}{suffix}",
+            host=host,
+            address=spec.cache.host,
+            port=spec.cache.port + on_host[host],
+            http_port=spec.cache.http_port + on_host[host],
+            l1_size_bytes=size,
+            chunk_size_tokens=spec.cache.chunk_size_tokens,
+        )
+        servers.append(server)
+        on_host[host] += 1
+        seen[group] += 1
+    assert len({server.name for server in servers}) == len({server.instance for server in servers}) == len(servers)
+    return servers
+
+
+def pools_with_cache(spec: Spec) -> tuple[Pool, ...]:
+    """The pools whose engines get a cache server.
+
+    Simulated engines do not speak to one: theirs starts only where ``cache.enabled`` is written. A pool whose own
+    ``kv_transfer_config`` names no cache connector needs none.
+    """
+    if not spec.cache.enabled:
+        return ()
+    is_written = "enabled" in spec.cache.model_fields_set
+    return tuple(pool for pool in POOLS if (is_written if spec.pool(pool).kind == "simulated" else _asks(spec, pool)))
+
+
+def server_of(engine: Engine, servers: list[CacheServer]) -> CacheServer | None:
+    """The server that ``engine`` uses, or None."""
+    return next((server for server in servers if server.serves(engine)), None)
+
+
+def cache_notices(spec: Spec, servers: list[CacheServer]) -> list[Notice]:
+    """What was filled in for the cache, and which engines have none although it is enabled."""
+    notices = []
+    if spec.cache.enabled:
+        is_written = "enabled" in spec.cache.model_fields_set
+        if not is_written and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
+            text = "simulated engines use no cache server and none is started for them; write true to start them"
+            notices.append(Notice("cache.enabled", text))
+        for pool in POOLS:
+            if spec.pool(pool).kind == "vllm" and not _asks(spec, pool):
+                text = f"names no {CACHE_CONNECTOR}: the {pool} engines reuse no KV of earlier requests"
+                notices.append(Notice(f"{pool}.kv_transfer_config", text))
+    if spec.cache.l1_size_bytes is None:
+        for size in dict.fromkeys(server.l1_size_bytes for server in servers):
+            text = f"{format_bytes(size)} for each cache server: a share of the memory that the engines leave"
+            notices.append(Notice("cache.l1_size_bytes", text))
+    return notices
+
+
+def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
+    """The process of ``server``; its admin HTTP answers on its own host only."""
+    cache = spec.cache
+    argv = [sys.executable, "-m", "antiphon", "cache-server"]
+    argv += ["--host", cache.host, "--port", str(server.port), "--http-port", str(server.http_port)]
+    argv += ["--l1-size-gb", _gb_text(server.l1_size_bytes), "--eviction-policy", cache.eviction_policy]
+    argv += ["--chunk-size", str(cache.chunk_size_tokens), "--instance-id", server.instance]
+    optional: list[tuple[str, Any]] = [
+        ("--http-host", cache.host if cache.host != DEFAULT_HOST else None),
+        ("--runtime-dir", cache.runtime_dir),
+        ("--default-quota-gb", _gb_text(cache.default_quota_bytes) if cache.default_quota_bytes else None),
+        *(("--quota", f"{tenant}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
+    ]
+    for flag, value in optional:
+        if value is not None:
+            argv += [flag, value]
+    return ProcessPlan(
+        name=server.name,
+        role="cache_server",
+        kind="cache_server",
+        host=server.host,
+        argv=tuple(argv),
+        ports={"http": server.http_port, "calls": server.port},
+        base_url=http_url(cache.host, server.http_port),
+        ready_path="/readiness",
+        bind=cache.host,
+    )
+
+
+def _gb_text(num_bytes: int) -> str:
+    """The size as the flags of the server take it, exactly."""
+    return repr(num_bytes / GB).removesuffix(".0")
+
+
+def _asks(spec: Spec, pool: Pool) -> bool:
+    raw = spec.pool(pool).kv_transfer_config
+    return raw is None or names_a_cache(raw)
+
+
+def names_a_cache(transfer: dict[str, Any]) -> bool:
+    """Whether a raw ``kv_transfer_config`` has a cache connector, at its top or in a MultiConnector."""
+    extra = transfer.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    parts = [transfer, *children] if isinstance(children, list) else [transfer]
+    names = [part.get("kv_connector") for part in parts if isinstance(part, dict)]
+    return any(isinstance(name, str) and name in CACHE_CONNECTORS for name in names)
+
+
+def _default_l1_bytes(host: str, engines: list[Engine], num_servers: int, machine: Machine) -> int:
+    """A share of what the engines of ``host`` leave of the memory, in whole steps of 64 MiB."""
+    here = [engine for engine in engines if engine.host == host]
+    most = L1_DEFAULT_MAX_BYTES["cuda" if any(engine.device == "cuda" for engine in here) else "cpu"]
+    if machine.mem_available_bytes is None:
+        return most
+    on_cpu = [engine for engine in here if engine.device == "cpu"]
+    taken = sum((engine.kv_memory_bytes or 0) + PROCESS_BYTES_PER_ENGINE for engine in on_cpu)
+    share = max(0, machine.mem_available_bytes - taken) // (L1_FREE_SHARE * num_servers)
+    return max(L1_DEFAULT_MIN_BYTES, min(most, share - share % L1_DEFAULT_MIN_BYTES))

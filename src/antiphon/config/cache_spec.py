@@ -1,0 +1,89 @@
+"""The cache section of the spec: every knob once, with its unit, range and reason.
+
+It describes what a deployment wants of its cache servers; the command line of one server is ``cache_server_spec.py``.
+Imports pydantic only. What concerns several processes is in ``checks.py`` and ``checks_cache.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from antiphon.config.cache_server_spec import CacheServerSpec, LoopbackHost
+from antiphon.config.model import SpecModel
+from antiphon.config.units import Bytes
+
+SIZE_MIN_BYTES = 1_000_000
+SIZE_MAX_BYTES = 1 << 44
+
+
+def _as_flag(name: str) -> str:
+    """What the flag ``name`` of a cache server says about itself."""
+    return CacheServerSpec.model_fields[name].description or ""
+
+
+QuotaBytes = Annotated[Bytes, Field(ge=SIZE_MIN_BYTES, le=SIZE_MAX_BYTES)]
+
+
+class CacheSpec(SpecModel):
+    """The ``cache:`` section: the servers that keep KV for later requests."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Keep KV of earlier requests in a cache server beside the engines, so that a repeated prefix is "
+        "loaded instead of computed. Simulated engines use none; written true, the servers start beside them too.",
+    )
+    shared: bool = Field(
+        default=False,
+        description="false: one server for the prefill and one for the decode engines of each host; true: one for both "
+        "on each host, so that a later turn finds on prefill what decode has stored.",
+    )
+    l1_size_bytes: Bytes | None = Field(
+        default=None,
+        ge=SIZE_MIN_BYTES,
+        le=SIZE_MAX_BYTES,
+        description="Memory of each server for KV in bytes, 1 MB to 16 TiB, also 400MB or 2GiB. Default: a share of "
+        "the free memory, at most 2 GiB beside engines on CPU and 16 GiB on CUDA; it is said at the start.",
+    )
+    chunk_size_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Tokens in a chunk, 1 to 65536: what is stored and found as one. A multiple of the block size of "
+        "every engine; smaller chunks reuse shorter prefixes and cost more calls.",
+    )
+    eviction_policy: Annotated[Literal["lru", "LRU", "arc"], AfterValidator(str.lower)] = Field(
+        default="lru", description=_as_flag("eviction_policy")
+    )
+    host: LoopbackHost = Field(
+        default="127.0.0.1",
+        description="Loopback address that the servers listen on. An engine uses the server of its own host: KV is "
+        "shared through memory.",
+    )
+    port: int = Field(
+        default=6555,
+        ge=1,
+        le=65535,
+        description="Port for the engines of the first server on a host, 1 to 65535; the next gets one more.",
+    )
+    http_port: int = Field(
+        default=8090,
+        ge=1,
+        le=65535,
+        description="Port for people and the router (status, metrics) of the first server on a host, 1 to 65535; the "
+        "next gets one more.",
+    )
+    quota_bytes: dict[str, QuotaBytes] = Field(
+        default_factory=dict,
+        description="Tenant (the cache_salt of its requests) to the bytes that it may occupy in each server, 1 MB to "
+        "16 TiB; past it, its own oldest chunks go.",
+    )
+    default_quota_bytes: Bytes | None = Field(
+        default=None,
+        ge=SIZE_MIN_BYTES,
+        le=SIZE_MAX_BYTES,
+        description="The same in bytes, 1 MB to 16 TiB, for each tenant that quota_bytes does not name (default: no "
+        "quota).",
+    )
+    runtime_dir: str | None = Field(default=None, min_length=1, description=_as_flag("runtime_dir"))
