@@ -1,0 +1,83 @@
+"""``antiphon bench``: how fast is it. One subverb for each thing that is measured.
+
+Exit code 0; 1 when it could not run, or with ``--check`` when a target was missed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from antiphon.bench.cache import CacheBenchOptions, CacheBenchResult, run_cache_bench
+from antiphon.core.chunks import CHUNK_SIZE_TOKENS
+from antiphon.core.errors import AntiphonError
+
+
+@click.group(name="bench")
+def bench() -> None:
+    """Measure how fast it is on this machine."""
+
+
+def _address(_: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, int] | None:
+    if text is None:
+        return None
+    host, _colon, port = text.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise click.BadParameter(f"{text!r} is no HOST:PORT", param=parameter)
+    return host, int(port)
+
+
+@bench.command(name="cache")
+@click.option("--server", callback=_address, metavar="HOST:PORT", help="A running server. [default: start one]")
+@click.option(
+    "--chunk-size",
+    type=click.IntRange(1, 65536),
+    default=CHUNK_SIZE_TOKENS,
+    show_default=True,
+    help="Tokens in a chunk of that server.",
+)
+@click.option("--quick", is_flag=True, help="Seconds instead of a minute: whether it runs, not how fast it is.")
+@click.option("--check", is_flag=True, help="Exit with 1 when a target is missed.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def cache(server: tuple[str, int] | None, chunk_size: int, *, quick: bool, check: bool, json_path: Path | None) -> None:
+    """Measure a cache server: store and retrieve beside a plain copy, lookups, lookups beside writers.
+
+    Without --server it starts one of its own, which needs 1.7 GB of memory, and ends it.
+    """
+    if server is None and chunk_size != CHUNK_SIZE_TOKENS:
+        raise click.UsageError("--chunk-size goes with --server: a server that is started has the default")
+    if quick:
+        options = CacheBenchOptions.quick(server, chunk_size)
+    else:
+        options = CacheBenchOptions(server, chunk_size)
+    try:
+        result = run_cache_bench(options, lambda line: click.echo(line, err=True))
+        if json_path is not None:
+            json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+    except (AntiphonError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    click.echo("\n".join(table_lines(result)))
+    if check and result.missed:
+        click.echo(f"{len(result.missed)} targets missed", err=True)
+        sys.exit(1)
+
+
+def table_lines(result: CacheBenchResult) -> list[str]:
+    """The figures as a table in markdown."""
+    cells = [("what", "figure", "target", "")]
+    for row in result.rows:
+        verdict = {None: row.note, True: "met", False: "MISSED"}[row.is_met]
+        cells.append((row.name, f"{_figure(row.value)} {row.unit}", row.goal or "", verdict))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return [f"{result.num_cpus} CPUs ({result.machine}), Python {result.python}, Antiphon {result.version}", "", *lines]
+
+
+def _figure(value: float) -> str:
+    """Three digits that mean something."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,32 @@
+"""One line a cause in 30 seconds."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from antiphon.client.quiet_log import CAUSES_MAX, REPEAT_AFTER_S, QuietLog
+
+
+def test_a_cause_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [100.0]
+    log = QuietLog(logging.getLogger("antiphon.client"), lambda: now_s[0])
+    for _ in range(5):
+        log.warning("a", "first")
+    log.warning("b", "other")
+    now_s[0] += REPEAT_AFTER_S
+    log.warning("a", "again")
+    assert [record.getMessage() for record in caplog.records] == [
+        "first",
+        "other",
+        "again (4 more since the last line)",
+    ]
+
+
+def test_causes_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    log = QuietLog(logging.getLogger("antiphon.client"), lambda: 0.0)
+    for number in range(10 * CAUSES_MAX):
+        log.warning(f"cause {number}", "m")
+    assert len(log._said) == CAUSES_MAX
+    assert len(caplog.records) == 10 * CAUSES_MAX
