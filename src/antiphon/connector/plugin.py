@@ -6,10 +6,12 @@ Each part decides from the environment whether it is in force, and is harmless w
 
 from __future__ import annotations
 
-from antiphon.connector import nixl_progress, waiting
+from antiphon.connector import compat, nixl_progress, waiting
 
 
 def install() -> None:
-    """Put every part in force that the environment asks for."""
+    """Make the connector known by its name and its log visible; put in force what the environment asks for."""
+    compat.register_connector_once("AntiphonConnector", "antiphon.connector.vllm_connector", "AntiphonConnector")
+    compat.join_logs()
     nixl_progress.install()
     waiting.install()

@@ -1,0 +1,90 @@
+"""What the scheduler side tells the worker side each step, and what the worker side tells back. Values only.
+
+They cross processes pickled by vLLM, so they hold plain data: no request, no tensor, no connection. vLLM's own base
+classes are mixed in where vLLM is at hand (``vllm_connector``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from antiphon.protocol.cache import Region
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Blocks of one request to fill from the arena.
+
+    Args:
+        request: the engine's request id.
+        incarnation: life of the cache server that leased the regions.
+        regions: the chunks to read, in order.
+        skip_blocks: blocks at the start of the first region that the engine has already.
+        block_ids: the blocks to fill, in order; the last region may be used in part.
+    """
+
+    request: str
+    incarnation: str
+    regions: tuple[Region, ...]
+    skip_blocks: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Full chunks of one request to offer to the cache server, complete when the forward of this step has run.
+
+    Args:
+        job: names the plan; given back when its copies have ended.
+        request: the engine's request id.
+        namespace: digest of the request's namespace.
+        tenant: whose quota.
+        parent: key of the chunk before the first; None where that is the first of the sequence.
+        keys: consecutive chunk keys.
+        block_ids: the blocks of these chunks, all of them, in order.
+    """
+
+    job: int
+    request: str
+    namespace: bytes
+    tenant: str
+    parent: bytes | None
+    keys: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Everything for one step.
+
+    Args:
+        loads: begin after the compute of earlier steps.
+        stores: begin after the forward of this step.
+        preempted: requests whose blocks may be overwritten in this step: their copies end first.
+        finished: requests that wait for the end of their stores; reported once each.
+        incarnation: life of the cache server that promises are made on; None without a connection.
+        cancel_stores: the scheduler side is out of order and cannot hold blocks back: all stores end first.
+    """
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    stores: list[StorePlan] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    incarnation: str | None = None
+    cancel_stores: bool = False
+
+
+@dataclass(slots=True)
+class WorkerNews:
+    """What the workers did since their last news.
+
+    Args:
+        stored: for each job, how many ranks have ended it.
+    """
+
+    stored: dict[int, int] = field(default_factory=dict)
+
+    def merge(self, other: WorkerNews) -> None:
+        """Adds the news of another rank."""
+        for job, num_ranks in other.stored.items():
+            self.stored[job] = self.stored.get(job, 0) + num_ranks

@@ -1,0 +1,476 @@
+"""The scheduler side of the connector: what to ask, what to promise, what to load and store, what to report.
+
+It runs inside the engine's scheduling loop, so that it never waits: a lookup is sent when a request comes, and an
+answer is used when the scheduler asks. It imports no vLLM; ``vllm_connector`` calls it from vLLM's hooks.
+
+Always true:
+
+- Only leased chunks of a connected server are promised, and only once every worker's gate has passed.
+- A lease is released once: when its load has ended, or when nothing will be loaded.
+- Chunks are offered only under the same conditions: what a gate has not proven is not stored either.
+- Blocks of a finished request are held back while a store of it runs; a preempted request is named to the workers
+  before its blocks are used again, and its stores are waited for no more. A request that is being loaded is held back
+  by vLLM until the load is reported, and by nothing else: vLLM frees it at the first report.
+- A request whose load has failed is not promised anything again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from antiphon.client.session import Session
+from antiphon.connector.compat import RequestFields, is_remote_prefill
+from antiphon.connector.gate_watch import GateWatch
+from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.connector.requests import LookupCall, Promise, RequestIdentity, TrackedRequest
+from antiphon.core.chunks import ChunkChain
+from antiphon.core.errors import AntiphonError
+from antiphon.protocol import cache as calls
+
+log = logging.getLogger("antiphon.connector")
+
+LOOKUP_FRESH_S = 1.0
+"""A miss or a capped answer older than this when the scheduler asks is looked up once more: the request has queued."""
+
+UNRELEASED_MAX = 4096
+"""Leases to release once the connection to the same life of the server is back; past it the oldest is left to the end
+of the engine's connections."""
+
+
+class SessionSource(Protocol):
+    """Where the current session comes from (``client.CacheClient``)."""
+
+    @property
+    def session(self) -> Session | None:
+        """The attached connection, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What the scheduler side is told of the engine and of the connector's settings.
+
+    Args:
+        engine: name of the engine.
+        incarnation: of this start of it.
+        model: served model name.
+        block_size_tokens: tokens of a KV block.
+        chunk_size_tokens: tokens of a chunk, whole blocks.
+        num_ranks: workers of the engine, each of which ends every store.
+        lookup_timeout_s: without an answer for so long a lookup is a miss.
+        can_store: whether chunks are offered to the server.
+        can_load: whether they are asked for.
+        store_jobs_max: stores that may run; further chunks are offered in later steps.
+    """
+
+    engine: str
+    incarnation: str
+    model: str
+    block_size_tokens: int
+    chunk_size_tokens: int
+    num_ranks: int
+    lookup_timeout_s: float
+    can_store: bool
+    can_load: bool
+    store_jobs_max: int
+
+
+class SchedulerSide:
+    """The scheduler side of one engine.
+
+    Args:
+        options: bounds and names.
+        client: the connection to the cache server.
+        identify: what a request's KV means, or the reason why reuse is bypassed for it.
+        now_s: the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        client: SessionSource,
+        identify: Callable[[RequestFields], RequestIdentity | str],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._client = client
+        self._identify = identify
+        self._now_s = now_s
+        self._requests: dict[str, TrackedRequest] = {}
+        self._jobs: dict[int, tuple[str, int]] = {}
+        self._job_numbers = itertools.count(1)
+        self._plan = StepPlan()
+        self._gate = GateWatch(options.num_ranks, options.lookup_timeout_s, now_s)
+        self._unreleased: deque[tuple[str, str, int]] = deque(maxlen=UNRELEASED_MAX)
+
+    # ---- questions of the scheduler --------------------------------------------------------------------------------
+
+    def new_request(self, request: RequestFields) -> None:
+        """A request has come: its lookup is sent, so that the answer is there when it is scheduled."""
+        tracked = self._track(request)
+        if self._may_load(tracked):
+            self._send_lookup(tracked)
+
+    def num_matched_tokens(self, request: RequestFields, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``num_computed_tokens`` that can be loaded, and whether the load is asynchronous.
+
+        Returns:
+            (None, False) while an answer may still come; (0, False) for a miss.
+        """
+        tracked = self._track(request)
+        # An admission begins: what an earlier one left (a preemption, a load that failed) is no longer there. It is not
+        # done when the preemption is told of, since that can be after the request has new blocks.
+        tracked.local_tokens = num_computed_tokens
+        tracked.is_from_l1 = False
+        tracked.num_stored_chunks = 0
+        if not self._may_load(tracked):
+            return 0, False
+        promise = self._promise_of(tracked)
+        if promise is None:
+            return None, False
+        num_tokens = min(promise.num_tokens, request.num_tokens) - num_computed_tokens
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
+
+    def allocated(self, request: RequestFields, block_ids: list[int], num_external_tokens: int) -> None:
+        """The request has its blocks; ``num_external_tokens`` of them are to be loaded from here."""
+        tracked = self._track(request)
+        tracked.block_ids = list(block_ids)
+        promise, tracked.promise = tracked.promise, None
+        self._drop_lookup(tracked)
+        if num_external_tokens <= 0:
+            if promise is not None and not tracked.loading:
+                self._release(promise, request.request_id)
+            elif promise is not None:
+                tracked.promise = promise  # the second call after a load: it ends with the load
+            return
+        assert promise is not None and promise.lease is not None, "the scheduler loads what was not promised"
+        assert promise.session is not None
+        size, block_size = self._options.chunk_size_tokens, self._options.block_size_tokens
+        start, end = tracked.local_tokens, tracked.local_tokens + num_external_tokens
+        first, last = start // size, -(-end // size)
+        to_fill = tuple(block_ids[start // block_size : -(-end // block_size)])
+        self._plan.loads.append(
+            LoadPlan(
+                request=request.request_id,
+                incarnation=promise.session.incarnation,
+                regions=promise.regions[first:last],
+                skip_blocks=(start - first * size) // block_size,
+                block_ids=to_fill,
+            )
+        )
+        tracked.promise = promise
+        tracked.loading = frozenset(to_fill)
+        tracked.is_from_l1 = True
+        tracked.num_stored_chunks = max(tracked.num_stored_chunks, last)
+
+    # ---- the steps -------------------------------------------------------------------------------------------------
+
+    def scheduled(self, request_id: str, block_ids: list[int] | None, num_computed: int, num_scheduled: int) -> None:
+        """A request is part of this step.
+
+        Args:
+            block_ids: its whole block table where it is new or resumed; None where ``more_blocks`` has told it.
+            num_computed: tokens computed before this step.
+            num_scheduled: tokens that this step computes.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if block_ids is not None:
+            tracked.block_ids = list(block_ids)
+        tracked.sources.step(
+            num_computed,
+            num_scheduled,
+            local_tokens=tracked.local_tokens,
+            is_from_l1=tracked.is_from_l1,
+            prompt=tracked.request.num_prompt_tokens,
+        )
+        self._plan_stores(tracked, num_computed + num_scheduled)
+
+    def more_blocks(self, request_id: str, block_ids: Iterable[int]) -> None:
+        """A running request got further blocks."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.block_ids.extend(block_ids)
+
+    def preempted(self, request_id: str) -> None:
+        """A request lost its blocks; they may be used again in this step."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.sources.num_preemptions += 1
+        tracked.jobs.clear()  # they end before the step and read no block afterwards: nothing is held back for them
+        self._plan.preempted.append(request_id)
+        self._forget_if_done(tracked)
+
+    def take_plan(self) -> StepPlan:
+        """The plan of this step; the next one is begun."""
+        plan, self._plan = self._plan, StepPlan()
+        session = self._client.session
+        plan.incarnation = session.incarnation if session is not None else None
+        self._release_left(session)
+        return plan
+
+    def finished(self, request: RequestFields, is_aborted: bool) -> bool:
+        """vLLM is done with the request. Returns whether its blocks must be held back for running stores."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return False
+        tracked.is_finished = True
+        self._report(tracked, is_aborted)
+        self._drop_lookup(tracked)
+        if tracked.promise is not None and not tracked.loading:
+            self._release(tracked.promise, request.request_id)
+            tracked.promise = None
+        is_held_back = bool(tracked.jobs) and not tracked.loading
+        self._forget_if_done(tracked)
+        return is_held_back
+
+    def worker_news(self, news: WorkerNews | None, received: Iterable[str], invalid_blocks: Iterable[int]) -> None:
+        """What the workers have done.
+
+        Args:
+            received: requests whose loads ended, ours and those of other connectors.
+            invalid_blocks: blocks whose load failed.
+        """
+        invalid = frozenset(invalid_blocks)
+        if invalid:
+            for tracked in self._requests.values():
+                if tracked.loading & invalid:
+                    tracked.no_load = True
+                    tracked.num_stored_chunks = 0  # what is computed instead is offered
+        for request_id in received:
+            loaded = self._requests.get(request_id)
+            if loaded is None or not loaded.loading:
+                continue
+            loaded.loading = frozenset()
+            if loaded.promise is not None:
+                self._release(loaded.promise, request_id)
+                loaded.promise = None
+            self._forget_if_done(loaded)
+        for job, num_ranks in (news.stored if news is not None else {}).items():
+            self._job_ended(job, num_ranks)
+
+    def clear(self) -> bool:
+        """Forget this model's chunks on the server. Returns whether that was done, or there is no server."""
+        session = self._client.session
+        if session is None:
+            return True
+        try:
+            session.call(calls.Clear(model=self._options.model))
+        except AntiphonError as error:
+            log.warning("the cache server did not clear %s: %s", self._options.model, error)
+            return False
+        return True
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests that are known: zero when the engine is idle."""
+        return len(self._requests)
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _track(self, request: RequestFields) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            identity = self._identity_of(request)
+            if isinstance(identity, str):
+                log.debug("request %s goes without reuse: %s", request.request_id, identity)
+                tracked = TrackedRequest(request, None, None)
+            else:
+                chain = ChunkChain(identity.namespace, self._options.chunk_size_tokens, identity.items)
+                tracked = TrackedRequest(request, identity, chain)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _identity_of(self, request: RequestFields) -> RequestIdentity | str:
+        try:
+            return self._identify(request)
+        except Exception as error:  # supervised: one odd request goes without reuse, the others keep it
+            log.exception("what the KV of request %s means cannot be told", request.request_id)
+            return f"what its KV means cannot be told: {error!r}"
+
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        """Whether a lookup makes sense: not where another connector will load, or a load has failed before."""
+        return (
+            self._options.can_load
+            and tracked.chain is not None
+            and not tracked.no_load
+            and not tracked.loading
+            and tracked.request.num_tokens >= self._options.chunk_size_tokens
+            and not is_remote_prefill(tracked.request)
+        )
+
+    def _send_lookup(self, tracked: TrackedRequest) -> None:
+        session = self._client.session
+        if session is None or not session.is_responsive or self._gate.state(session) != "passed":
+            return
+        num_keys = tracked.extend_chain(tracked.request.num_tokens)
+        assert tracked.chain is not None and tracked.identity is not None
+        identity = tracked.identity
+        body = calls.Lookup(
+            tracked.request.request_id, identity.namespace, identity.tenant, b"".join(tracked.chain.keys[:num_keys])
+        )
+        tracked.lookup = LookupCall(session, session.submit(body), self._now_s())
+
+    def _promise_of(self, tracked: TrackedRequest) -> Promise | None:
+        """What can be promised; None while the answer may still come. A miss is an empty promise."""
+        if tracked.promise is None and tracked.lookup is not None and not self._take_answer(tracked):
+            return None
+        promise = tracked.promise
+        if promise is not None:
+            if self._is_good(promise):
+                return promise
+            self._release(promise, tracked.request.request_id)
+            tracked.promise = None
+        self._send_lookup(tracked)
+        if tracked.lookup is None:
+            session = self._client.session
+            is_early = session is not None and session.is_responsive and self._gate.state(session) == "asked"
+            return None if is_early else self._miss()
+        self._take_answer(tracked)
+        return tracked.promise
+
+    def _is_good(self, promise: Promise) -> bool:
+        """Whether it can be used when the scheduler asks: the connection is there, and a poor answer is not old."""
+        if promise.session is not None and not promise.session.is_open:
+            return False  # the server is gone, or only the connection is
+        is_poor = promise.lease is None or promise.is_capped
+        fresh_s = max(LOOKUP_FRESH_S, self._options.lookup_timeout_s)
+        return not is_poor or self._now_s() - promise.found_s < fresh_s
+
+    def _take_answer(self, tracked: TrackedRequest) -> bool:
+        """Makes the answer of the lookup the promise. Returns False while it may still come."""
+        assert tracked.lookup is not None
+        tracked.promise = self._answer(tracked, tracked.lookup)
+        if tracked.promise is None:
+            return False
+        tracked.lookup = None
+        return True
+
+    def _answer(self, tracked: TrackedRequest, lookup: LookupCall) -> Promise | None:
+        now_s = self._now_s()
+        if not lookup.pending.is_done:
+            is_late = now_s - lookup.sent_s >= self._options.lookup_timeout_s
+            if lookup.session.is_open and lookup.session.is_responsive and not is_late:
+                return None
+            lookup.pending.abandon()
+            return self._miss()
+        try:
+            found = lookup.pending.result()
+        except AntiphonError as error:
+            log.debug("lookup of %s: %s", tracked.request.request_id, error)
+            return self._miss()
+        assert isinstance(found, calls.Found)
+        is_capped = found.num_chunks_capped > 0
+        return Promise(lookup.session, found.lease, found.regions, found.num_tokens, lookup.sent_s, is_capped)
+
+    def _drop_lookup(self, tracked: TrackedRequest) -> None:
+        """The answer is not wanted. One that is here is given back like a promise, since its session may have ended."""
+        lookup, tracked.lookup = tracked.lookup, None
+        if lookup is None:
+            return
+        answer = self._answer(tracked, lookup)
+        if answer is None:
+            lookup.pending.abandon()
+        else:
+            self._release(answer, tracked.request.request_id)
+
+    def _miss(self) -> Promise:
+        return Promise(None, None, (), 0, self._now_s())
+
+    def _release(self, promise: Promise, request_id: str) -> None:
+        if promise.lease is None:
+            return
+        assert promise.session is not None
+        session, incarnation = self._client.session, promise.session.incarnation
+        is_same = session is not None and session.incarnation == incarnation
+        if not is_same or not _is_sent(session, calls.Release(request_id, promise.lease)):
+            self._unreleased.append((incarnation, request_id, promise.lease))
+
+    def _release_left(self, session: Session | None) -> None:
+        """Releases what could not be released while the connection was away; leases of a dead server are forgotten."""
+        while session is not None and self._unreleased:
+            incarnation, request_id, lease = self._unreleased[0]
+            if incarnation == session.incarnation and not _is_sent(session, calls.Release(request_id, lease)):
+                return
+            self._unreleased.popleft()
+
+    def _plan_stores(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Plans to offer the chunks that this step completes; tokens that may yet be rejected are not stored."""
+        session = self._client.session
+        if tracked.chain is None or not self._options.can_store or session is None or not session.is_responsive:
+            return
+        if len(self._jobs) >= self._options.store_jobs_max:
+            return  # the next step offers them
+        num_chunks = tracked.extend_chain(min(num_tokens, tracked.request.num_tokens))
+        first = tracked.num_stored_chunks
+        blocks_per_chunk = self._options.chunk_size_tokens // self._options.block_size_tokens
+        num_chunks = min(num_chunks, len(tracked.block_ids) // blocks_per_chunk)
+        if num_chunks <= first or self._gate.state(session) != "passed":
+            return
+        assert tracked.identity is not None
+        job = next(self._job_numbers)
+        keys = tracked.chain.keys
+        self._plan.stores.append(
+            StorePlan(
+                job=job,
+                request=tracked.request.request_id,
+                namespace=tracked.identity.namespace,
+                tenant=tracked.identity.tenant,
+                parent=keys[first - 1] if first else None,
+                keys=tuple(keys[first:num_chunks]),
+                block_ids=tuple(tracked.block_ids[first * blocks_per_chunk : num_chunks * blocks_per_chunk]),
+            )
+        )
+        self._jobs[job] = (tracked.request.request_id, self._options.num_ranks)
+        tracked.jobs.add(job)
+        tracked.num_stored_chunks = num_chunks
+
+    def _job_ended(self, job: int, num_ranks: int) -> None:
+        known = self._jobs.get(job)
+        if known is None:
+            return
+        request_id, left = known[0], known[1] - num_ranks
+        if left > 0:
+            self._jobs[job] = (request_id, left)
+            return
+        del self._jobs[job]
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.jobs.discard(job)
+            self._forget_if_done(tracked)
+
+    def _forget_if_done(self, tracked: TrackedRequest) -> None:
+        if tracked.is_finished and not tracked.loading and not tracked.jobs:
+            self._requests.pop(tracked.request.request_id, None)
+
+    def _report(self, tracked: TrackedRequest, is_aborted: bool) -> None:
+        session, sources = self._client.session, tracked.sources
+        if session is None or sources.num_known == 0:
+            return
+        has_ended_early = is_aborted and sources.num_known < tracked.request.num_prompt_tokens
+        session.submit(
+            calls.Report(
+                request=tracked.request.request_id,
+                engine=self._options.engine,
+                incarnation=self._options.incarnation,
+                num_prompt_tokens=tracked.request.num_prompt_tokens,
+                device=sources.device,
+                l1=sources.l1,
+                remote_prefill=sources.remote_prefill,
+                computed=sources.computed,
+                num_preemptions=sources.num_preemptions,
+                finish="aborted" if has_ended_early else "finished",
+            )
+        )
+
+
+def _is_sent(session: Session | None, body: calls.Body) -> bool:
+    """Sends a call whose answer is not of interest. Returns whether it could be sent."""
+    return session is not None and not session.submit(body).has_failed

@@ -1,0 +1,254 @@
+"""What stands for a model's weights in the identity of its KV: a digest of the files, sampled.
+
+Always true:
+
+- Equal files give equal digests, wherever they lie: a local folder, a snapshot in the Hugging Face cache, a copy of
+  either. No path, owner or time enters.
+- Fine-tunes of one model differ: places in every tensor are read, not only in every file, so that a change of a single
+  layer shows.
+- The time depends on the number of tensors, not on their size: hundreds of GB take about as long as one.
+
+It uses no network, and does not know which model vLLM has loaded: weights that are replaced inside a running engine
+(reinforcement learning) are not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from antiphon.core.errors import ConfigError
+from antiphon.core.namespace import encode_value
+
+SAMPLE_BYTES = 64 << 10
+SAMPLES_PER_FILE = 16
+TENSOR_SAMPLE_BYTES = 4 << 10
+TENSORS_MAX = 4096
+"""Tensors that are sampled, evenly spaced, over all files: a model of experts has ten thousands."""
+HEADER_BYTES_MAX = 100_000_000
+"""The limit of the safetensors format."""
+CONFIG_BYTES_MAX = 16 << 20
+DIGEST_LETTERS = 32
+
+DUMMY = "dummy"
+"""Stands for vLLM's dummy weights, which are equal in every engine."""
+
+CONFIG_FILES = ("adapter_config.json", "config.json", "hf_quant_config.json", "params.json")
+VOLATILE = frozenset({"_name_or_path", "_model_name_or_path", "base_model_name_or_path", "transformers_version"})
+"""Fields of configuration files that say where something lies or who wrote it, not what it is."""
+OTHER_SUFFIXES = (".bin", ".gguf", ".pt", ".pth")
+NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt"})
+TORCH_FORMATS = frozenset({"pt", "npcache"})
+KV_SCALE = re.compile(r"(^|[._])(k|v|kv)_scale(_float)?$|\.(k|v|qkv)_proj\.output_scale$")
+
+REMEDY = "set antiphon.weights_revision to a text that is the same for the same weights only"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where weights are looked for.
+
+    Args:
+        model: a folder, a file, or the name of a model in the Hugging Face cache.
+        load_format: vLLM's ``--load-format``.
+        revision: branch, tag or commit, where one is given.
+        download_dir: vLLM's ``--download-dir``, which takes the place of the Hugging Face cache.
+    """
+
+    model: str
+    load_format: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+def weights_revision(source: Source) -> str:
+    """The digest of the weights, ``DUMMY`` for dummy weights, or the given revision where no file can be found.
+
+    Raises:
+        ConfigError: there are no files and no revision, or the files cannot be read.
+    """
+    if source.load_format == DUMMY:
+        return DUMMY
+    place = find_files(source)
+    if place is None:
+        if source.revision:
+            return f"revision:{source.revision}"
+        raise ConfigError(f"the weights of {source.model!r} are not on this machine", remedy=REMEDY)
+    try:
+        return _digest_of(place, source.load_format)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the weights of {source.model!r} cannot be read: {error}", remedy=REMEDY) from error
+
+
+def kv_scales(source: Source) -> str:
+    """What stands for the scales of a quantised KV cache, which come from the checkpoint or are 1.
+
+    Returns:
+        ``dummy``; ``checkpoint:`` with a digest of the scale tensors; ``unit`` where the checkpoint has none;
+        ``as-weights`` where that cannot be told apart from the weights' revision.
+
+    Raises:
+        ConfigError: the files cannot be read.
+    """
+    if source.load_format == DUMMY:
+        return DUMMY
+    place = find_files(source)
+    files = [] if place is None else _weight_files(place, source.load_format)
+    if not files or any(path.suffix != ".safetensors" for path in files):
+        return "as-weights"
+    sha = hashlib.sha256()
+    has_scales = False
+    try:
+        for path in files:
+            for tensor in sorted(_tensors(path), key=lambda tensor: tensor.name):
+                if KV_SCALE.search(tensor.name):
+                    has_scales = True
+                    with path.open("rb") as file:
+                        sha.update(encode_value((tensor.name, _read(file.fileno(), tensor.start, tensor.num_bytes))))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the KV scales of {source.model!r} cannot be read: {error}", remedy=REMEDY) from error
+    return f"checkpoint:{sha.hexdigest()[:DIGEST_LETTERS]}" if has_scales else "unit"
+
+
+def find_files(source: Source) -> Path | None:
+    """The folder or file that holds the weights; None where it is not on this machine."""
+    path = Path(source.model).expanduser()
+    if path.exists():
+        return path
+    if source.model.count("/") > 1 or source.model.startswith((".", "/", "~")) or ":" in source.model:
+        return None  # a path, or an address of a remote store
+    name = "models--" + source.model.replace("/", "--")
+    for root in _hub_caches(source.download_dir):
+        repository = root / name
+        wanted = source.revision or "main"
+        reference = repository / "refs" / wanted
+        try:
+            commit = reference.read_text().strip() if reference.is_file() else wanted
+        except OSError:
+            continue
+        snapshot = repository / "snapshots" / commit
+        if snapshot.is_dir():
+            return snapshot
+    return None
+
+
+def _hub_caches(download_dir: str | None) -> Iterator[Path]:
+    """Where the Hugging Face hub keeps its files, in the order in which it looks."""
+    if download_dir:
+        yield Path(download_dir).expanduser()
+        return
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if given := os.environ.get(variable):
+            yield Path(given).expanduser()
+            return
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    yield Path(home).expanduser() / "hub"
+
+
+def _weight_files(place: Path, load_format: str) -> list[Path]:
+    """The files with weights, by name. Where there are safetensors, other files hold the same again."""
+    if place.is_file():
+        return [place]
+    names = sorted(path for path in place.iterdir() if path.is_file())
+    safetensors = [path for path in names if path.suffix == ".safetensors"]
+    if safetensors and load_format not in TORCH_FORMATS:
+        return safetensors
+    return [path for path in names if path.suffix in OTHER_SUFFIXES and path.name not in NOT_WEIGHTS]
+
+
+def _digest_of(place: Path, load_format: str) -> str:
+    files = _weight_files(place, load_format)
+    if not files:
+        raise ValueError(f"there are no weight files in {place}")
+    sha = hashlib.sha256(b"antiphon.weights.1")
+    if place.is_dir():
+        for name in CONFIG_FILES:
+            path = place / name
+            if path.is_file():
+                sha.update(encode_value((name, _canonical_config(path))))
+    tensors = {path: _tensors(path) for path in files if path.suffix == ".safetensors"}
+    step = -(-sum(map(len, tensors.values())) // TENSORS_MAX) or 1
+    position = 0
+    for path in files:
+        size = path.stat().st_size
+        # A single file is named by whoever saved it; in a folder the names are part of the format.
+        sha.update(encode_value(("" if place.is_file() else path.name, size)))
+        with path.open("rb") as file:
+            for start in _places(size):
+                sha.update(_read(file.fileno(), start, min(SAMPLE_BYTES, size - start)))
+            for tensor in tensors.get(path, ()):
+                if position % step == 0:
+                    sha.update(encode_value((tensor.name, tensor.sample(file.fileno()))))
+                position += 1
+    return f"sha256:{sha.hexdigest()[:DIGEST_LETTERS]}"
+
+
+def _places(size: int) -> list[int]:
+    """Where the samples of a file begin: evenly spaced, the first at its beginning and the last at its end."""
+    if size <= SAMPLE_BYTES * SAMPLES_PER_FILE:
+        return list(range(0, size, SAMPLE_BYTES))
+    return [(size - SAMPLE_BYTES) * index // (SAMPLES_PER_FILE - 1) for index in range(SAMPLES_PER_FILE)]
+
+
+def _read(descriptor: int, start: int, num_bytes: int) -> bytes:
+    data = os.pread(descriptor, num_bytes, start)
+    if len(data) != num_bytes:
+        raise ValueError(f"a weight file is cut off at byte {start + len(data)}")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a safetensors file: ``num_bytes`` from ``start`` on."""
+
+    name: str
+    start: int
+    num_bytes: int
+
+    def sample(self, descriptor: int) -> bytes:
+        """The bytes in its middle."""
+        length = min(TENSOR_SAMPLE_BYTES, self.num_bytes)
+        return _read(descriptor, self.start + (self.num_bytes - length) // 2, length)
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """The tensors of a safetensors file, in the order of its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(_read(file.fileno(), 0, 8), "little")
+        if length > HEADER_BYTES_MAX:
+            raise ValueError(f"{path.name} is not a safetensors file")
+        try:
+            header = json.loads(_read(file.fileno(), 8, length))
+            offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+            return [_Tensor(name, 8 + length + int(at[0]), int(at[1]) - int(at[0])) for name, at in offsets.items()]
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{path.name} is not a safetensors file") from error
+
+
+def _canonical_config(path: Path) -> str:
+    if path.stat().st_size > CONFIG_BYTES_MAX:
+        raise ValueError(f"{path.name} is larger than {CONFIG_BYTES_MAX} bytes")
+    return canonical_json(json.loads(path.read_bytes()))
+
+
+def canonical_json(value: object) -> str:
+    """``value`` as JSON text that depends on what it means only: without ``VOLATILE`` fields, in a fixed order.
+
+    Raises:
+        TypeError: something in it has no text that is the same in every process.
+    """
+    return json.dumps(_stripped(value), sort_keys=True, separators=(",", ":"))
+
+
+def _stripped(value: object) -> object:
+    if isinstance(value, dict):
+        return {f"{key}": _stripped(item) for key, item in value.items() if key not in VOLATILE}
+    if isinstance(value, list | tuple):
+        return [_stripped(item) for item in value]
+    return value

@@ -1,0 +1,388 @@
+"""The worker side of the connector: copies between the engine's blocks and the arena, on threads of their own.
+
+One thread loads and one stores, so that neither waits for the other and no step waits for either. vLLM's step comes in
+four parts: ``begin_step`` before any block is overwritten, ``start_loads``, ``start_stores`` after the forward, and the
+``take_…`` calls. It imports no vLLM.
+
+Always true:
+
+- A load begins when the compute of earlier steps has ended, and its blocks belong to no running request: vLLM gives
+  them to the request that waits for it, and keeps them until it is reported, also after an abort.
+- Every load that is begun is reported once, well or not.
+- Blocks are read by a store only until ``begin_step`` has named their request as preempted, or the request is reported
+  as stored.
+- The arena of a lost server stays mapped while a promise on it may still come.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from antiphon.client.client import CacheClient
+from antiphon.client.session import Session
+from antiphon.connector.copy import BlockCopier
+from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.core.errors import AntiphonError
+from antiphon.protocol import cache as calls
+
+log = logging.getLogger("antiphon.connector")
+
+HOUSEKEEPING_S = 0.5
+"""How often an idle load thread looks whether an old arena can go."""
+
+QUIET_S = 2.0
+"""A promise on a lost server comes within this time of the loss, unless a step is running: it was made before the loss
+was seen, and a step's plan reaches an idle worker within milliseconds."""
+
+STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class StoreJob:
+    """A store that was begun. ``copying`` is held during each copy, so that who cancels can wait for its end."""
+
+    plan: StorePlan
+    copying: threading.Lock = field(default_factory=threading.Lock)
+    is_cancelled: bool = False
+
+
+class Sessions:
+    """The lives of the server on which promises may still come, held so that their arenas stay mapped."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._held: dict[str, Session] = {}
+        self._lost_s: dict[str, float] = {}
+
+    def seen(self, session: Session) -> None:
+        """A connection is there: it is held from here on."""
+        with self._lock:
+            former = self._held.get(session.incarnation)
+            if former is session:
+                return
+            if not session.hold():
+                return
+            self._held[session.incarnation] = session
+            self._lost_s.pop(session.incarnation, None)
+        if former is not None:
+            former.unhold()  # the same life of the server, reached again: the same arena
+
+    def borrow(self, incarnation: str) -> Session | None:
+        """The connection to that life of the server, ended or not; the caller gives it back by ``unhold``."""
+        with self._lock:
+            session = self._held.get(incarnation)
+            return session if session is not None and session.hold() else None
+
+    def let_go(self, promised: str | None, in_use: Iterable[str], is_idle: bool) -> None:
+        """Lets go of what no promise can come on any more.
+
+        Args:
+            promised: the life that the scheduler side promises on, as of the last plan.
+            in_use: lives that loads are queued for.
+            is_idle: no step is running.
+        """
+        now_s = self._now_s()
+        gone = []
+        with self._lock:
+            busy = set(in_use)
+            for incarnation, session in self._held.items():
+                if session.is_open or incarnation in busy:
+                    continue
+                lost_s = self._lost_s.setdefault(incarnation, now_s)
+                has_moved_on = promised != incarnation
+                if now_s - lost_s >= QUIET_S and (has_moved_on or is_idle):
+                    gone.append(session)
+            for session in gone:
+                del self._held[session.incarnation]
+                self._lost_s.pop(session.incarnation, None)
+        for session in gone:
+            session.retire()
+            session.unhold()
+
+    def close(self) -> None:
+        """Lets go of all."""
+        with self._lock:
+            sessions = list(self._held.values())
+            self._held.clear()
+        for session in sessions:
+            session.unhold()
+
+
+class NoReuse:
+    """Answers the plans of a worker that copies nothing, so that no request waits and no block is kept for ever."""
+
+    def __init__(self) -> None:
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._news = WorkerNews()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Nothing is stored, so that nothing is awaited."""
+        self._sent.update(plan.finished)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Every load fails."""
+        for load in plan.loads:
+            self._received.add(load.request)
+            self._failed_blocks.update(load.block_ids)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """Every store ends."""
+        self._news.stored.update((store.job, 1) for store in plan.stores)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """As ``WorkerSide.take_finished``."""
+        sent, self._sent = self._sent, set()
+        received, self._received = self._received, set()
+        return sent, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """As ``WorkerSide.take_failed_blocks``."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_news(self) -> WorkerNews:
+        """The stores that ended."""
+        news, self._news = self._news, WorkerNews()
+        return news
+
+
+class WorkerSide:
+    """The worker side of one rank.
+
+    Args:
+        client: the connection to the cache server; its ``on_change`` must call ``session_changed``.
+        copier: of this rank's blocks.
+        slab: the slab of every chunk that this rank writes and reads.
+    """
+
+    def __init__(
+        self, client: CacheClient, copier: BlockCopier, slab: int, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._copier = copier
+        self._slab_offset = slab * copier.slab_bytes
+        self._sessions = Sessions(now_s)
+        self._note: calls.EngineNote | None = None
+        self._lock = threading.Lock()
+        self._loads: queue.SimpleQueue[LoadPlan | None] = queue.SimpleQueue()
+        self._loading: list[LoadPlan] = []
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._stores: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
+        self._jobs: dict[str, list[StoreJob]] = {}
+        self._news = WorkerNews()
+        self._awaited: set[str] = set()
+        self._promised: str | None = None
+        self._is_in_step = False
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._load_thread, name="antiphon-load", daemon=True),
+            threading.Thread(target=self._store_thread, name="antiphon-store", daemon=True),
+        ]
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def start(self, gate: str, detail: str) -> None:
+        """Starts the threads, and tells the server what the gate found, on this connection and every later one."""
+        self._note = calls.EngineNote(gate, detail)
+        for thread in self._threads:
+            thread.start()
+        self.session_changed()
+
+    def session_changed(self) -> None:
+        """A connection came or went; called from the client's thread too."""
+        session = self._client.session
+        if session is None:
+            return
+        self._sessions.seen(session)
+        if self._note is not None:
+            session.submit(self._note)
+
+    def close(self) -> None:
+        """Ends the threads after the copy that each is at. What is queued is dropped."""
+        self._is_closing = True
+        self._cancel(lambda _request: True)
+        self._loads.put(None)
+        self._stores.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(STOP_TIMEOUT_S)
+        self._sessions.close()
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before any block is overwritten: copies out of the blocks of preempted requests end.
+
+        What the plan awaits is noted here, as this part comes in every step: vLLM 0.26 leaves ``start_stores`` out of a
+        step without a forward. A finished request has no store in the same plan.
+        """
+        self._is_in_step = True
+        self._promised = plan.incarnation
+        with self._lock:
+            self._awaited.update(plan.finished)
+        if plan.cancel_stores:
+            self._cancel(lambda _request: True)
+        elif plan.preempted:
+            preempted = frozenset(plan.preempted)
+            self._cancel(lambda request: request in preempted)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """The loads of this step; none of their blocks is touched by the step's own compute."""
+        for load in plan.loads:
+            with self._lock:
+                self._loading.append(load)
+            self._loads.put(load)
+
+    def start_stores(self, plan: StepPlan) -> None:
+        """The stores of this step, whose chunks the forward has completed."""
+        for store in plan.stores:
+            job = StoreJob(store)
+            with self._lock:
+                self._jobs.setdefault(store.request, []).append(job)
+            self._stores.put(job)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose stores have all ended, of those awaited; and requests whose loads have ended."""
+        with self._lock:
+            sent = {request for request in self._awaited if request not in self._jobs}
+            self._awaited -= sent
+            received, self._received = self._received, set()
+        self._is_in_step = False
+        return sent, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load failed, of the requests that ``take_finished`` reported or will report."""
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_news(self) -> WorkerNews:
+        """Stores that ended since the last call."""
+        with self._lock:
+            news, self._news = self._news, WorkerNews()
+        return news
+
+    # ---- loads -----------------------------------------------------------------------------------------------------
+
+    def _load_thread(self) -> None:
+        while True:
+            try:
+                load = self._loads.get(timeout=HOUSEKEEPING_S)
+            except queue.Empty:
+                self._let_go()
+                continue
+            if load is None or self._is_closing:
+                return
+            self._run_load(load)
+            self._let_go()
+
+    def _run_load(self, load: LoadPlan) -> None:
+        is_loaded = False
+        try:
+            is_loaded = self._load(load)
+        except AntiphonError as error:
+            log.warning("chunks of a request were not loaded, and are computed: %s", error)
+        except Exception:  # supervised: a load is reported whatever happens, or its request would wait for ever
+            log.exception("a load failed")
+        with self._lock:
+            self._loading.remove(load)
+            if not is_loaded:
+                self._failed_blocks.update(load.block_ids)
+            self._received.add(load.request)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            in_use = {load.incarnation for load in self._loading}
+        self._sessions.let_go(self._promised, in_use, not self._is_in_step)
+
+    def _load(self, load: LoadPlan) -> bool:
+        session = self._sessions.borrow(load.incarnation)
+        if session is None:
+            log.warning("the arena of cache server life %s is gone: its chunks are computed", load.incarnation)
+            return False
+        try:
+            self._load_from(session, load)
+        finally:
+            session.unhold()
+        return True
+
+    def _load_from(self, session: Session, load: LoadPlan) -> None:
+        number = self._copier.blocks_per_chunk
+        skip, block_ids = load.skip_blocks, load.block_ids
+        for region in load.regions:
+            take = min(number - skip, len(block_ids))
+            self._copier.load(session.address_of(region) + self._slab_offset, skip, block_ids[:take])
+            skip, block_ids = 0, block_ids[take:]
+        assert not block_ids, "more blocks than regions"
+
+    # ---- stores ----------------------------------------------------------------------------------------------------
+
+    def _store_thread(self) -> None:
+        while (job := self._stores.get()) is not None:
+            self._run_store(job)
+
+    def _run_store(self, job: StoreJob) -> None:
+        try:
+            self._store(job)
+        except AntiphonError as error:
+            log.info("chunks of a request were not stored: %s", error)
+        except Exception:  # supervised: a job ends whatever happens, or its request's blocks are never freed
+            log.exception("a store failed")
+        request = job.plan.request
+        with self._lock:
+            jobs = self._jobs[request]
+            jobs.remove(job)
+            if not jobs:
+                del self._jobs[request]
+            self._news.stored[job.plan.job] = 1
+
+    def _store(self, job: StoreJob) -> None:
+        session = self._client.session
+        # A server that does not answer now is not waited for: blocks are held back meanwhile.
+        if session is None or job.is_cancelled or not session.is_responsive or not session.hold():
+            return
+        try:
+            self._store_on(session, job)
+        finally:
+            session.unhold()
+
+    def _store_on(self, session: Session, job: StoreJob) -> None:
+        plan = job.plan
+        reserved = session.call(calls.Reserve(plan.namespace, plan.tenant, plan.parent, b"".join(plan.keys)))
+        assert isinstance(reserved, calls.Reserved)
+        number = self._copier.blocks_per_chunk
+        granted = [grant.region for grant in reserved.grants]
+        num_written = 0
+        try:
+            for grant in reserved.grants:
+                with job.copying:
+                    if job.is_cancelled:
+                        break
+                    blocks = plan.block_ids[grant.index * number : (grant.index + 1) * number]
+                    self._copier.store(session.address_of(grant.region) + self._slab_offset, blocks)
+                num_written += 1
+        finally:
+            # Given back also where a copy failed, with what was written before it committed all the same.
+            if num_written < len(granted):
+                session.submit(calls.Abort(tuple(granted[num_written:])))
+            if num_written:
+                session.call(calls.Commit(tuple(granted[:num_written])))
+
+    def _cancel(self, concerns: Callable[[str], bool]) -> None:
+        """Ends stores of the requests concerned; returns when none of them reads a block any more."""
+        with self._lock:
+            jobs = [job for request, jobs in self._jobs.items() if concerns(request) for job in jobs]
+        for job in jobs:  # all before the first wait, so that at most the copy of one chunk is waited for
+            job.is_cancelled = True
+        for job in jobs:
+            with job.copying:
+                pass

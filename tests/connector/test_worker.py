@@ -1,0 +1,419 @@
+"""The worker side with its own threads: copies run beside the step, end when they must, and are reported once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from antiphon.client.options import ClientOptions
+from antiphon.connector.copy import BlockCopier, layer_blocks
+from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.connector.worker import NoReuse, WorkerSide
+from antiphon.core.chunks_layout import ChunkLayout
+from antiphon.protocol import cache as calls
+from tests.connector.blocks import BLOCK_BYTES, CHUNK_SIZE, SLAB_BYTES
+from tests.connector.engine import EngineOptions, Status
+from tests.connector.fakes import FakeClient, FakeClock, FakeServer, FakeTensor
+from tests.connector.harness import Harness
+
+PER_CHUNK = 2
+NUM_BLOCKS = 20
+NAMESPACE = b"n" * 32
+DEADLINE_S = 10.0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Polls; the test's threads have no event for what it waits for."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.001)
+
+
+class PausedCopier(BlockCopier):
+    """Waits inside each copy while ``may_go`` is not set."""
+
+    def __init__(self, layers: object, blocks_per_chunk: int) -> None:
+        super().__init__(layers, blocks_per_chunk)  # type: ignore[arg-type]
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.is_inside = threading.Event()
+        self.num_stores = 0
+
+    def _pause(self) -> None:
+        self.is_inside.set()
+        assert self.may_go.wait(DEADLINE_S)
+        self.is_inside.clear()
+
+    def store(self, slab_address: int, block_ids: Sequence[int]) -> None:
+        self._pause()
+        self.num_stores += 1
+        super().store(slab_address, block_ids)
+
+    def load(self, slab_address: int, skip_blocks: int, block_ids: Sequence[int]) -> None:
+        self._pause()
+        super().load(slab_address, skip_blocks, block_ids)
+
+
+class Bench:
+    """A worker side with threads, its server, and the scheduler's connection."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.layout = ChunkLayout(1, SLAB_BYTES, "opaque")
+        self.tensors = [FakeTensor(NUM_BLOCKS, BLOCK_BYTES) for _ in range(2)]
+        for index, tensor in enumerate(self.tensors):
+            tensor.view[:] = bytes((place * 7 + index) % 251 for place in range(len(tensor.view)))
+        self.copier = PausedCopier(layer_blocks(self.tensors), PER_CHUNK)
+        self.server = self.new_server()
+        self.client = self._new_client("worker-0", (0,))
+        self.scheduler = self._new_client("scheduler", ())
+        self.side = WorkerSide(self.client, self.copier, 0, self.clock)  # type: ignore[arg-type]
+        self.client.on_change = self.side.session_changed
+        self.client.connect(self.server)
+        self.scheduler.connect(self.server)
+        self.side.start("passed", "a test")
+        self.jobs = 0
+
+    def _new_client(self, role: str, slabs: tuple[int, ...]) -> FakeClient:
+        return FakeClient(
+            ClientOptions(
+                host="", port=1, role=role, engine="engine", incarnation="1", model="model", layout=self.layout,
+                chunk_size_tokens=CHUNK_SIZE, slabs=slabs, needs_arena=bool(slabs),
+            )
+        )  # fmt: skip
+
+    def new_server(self) -> FakeServer:
+        return FakeServer(self.layout, CHUNK_SIZE, 8, self.clock)
+
+    def store_plan(self, request: str, letters: str, first_block: int = 1) -> StorePlan:
+        self.jobs += 1
+        keys = tuple(letter.encode() * 32 for letter in letters)
+        blocks = tuple(range(first_block, first_block + PER_CHUNK * len(keys)))
+        return StorePlan(self.jobs, request, NAMESPACE, "tenant", None, keys, blocks)
+
+    def look_up(self, request: str, letters: str) -> calls.Found:
+        assert self.scheduler.session is not None
+        keys = b"".join(letter.encode() * 32 for letter in letters)
+        found = self.scheduler.session.call(calls.Lookup(request, NAMESPACE, "tenant", keys))
+        assert isinstance(found, calls.Found)
+        return found
+
+    def load_plan(self, request: str, found: calls.Found, block_ids: tuple[int, ...], skip: int = 0) -> LoadPlan:
+        return LoadPlan(request, self.server.incarnation, found.regions, skip, block_ids)
+
+    def step(self, plan: StepPlan | None = None, *, has_forward: bool = True) -> None:
+        plan = plan or StepPlan()
+        plan.incarnation = self.server.incarnation
+        self.side.begin_step(plan)
+        self.side.start_loads(plan)
+        if has_forward:
+            self.side.start_stores(plan)
+
+    def blocks(self, *block_ids: int) -> list[bytes]:
+        return [bytes(tensor.block(block)) for block in block_ids for tensor in self.tensors]
+
+    def close(self) -> None:
+        self.copier.may_go.set()
+        self.side.close()
+        self.server.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.close()
+
+
+def taken(bench: Bench, kind: str) -> Callable[[], bool]:
+    """Gathers what is reported; true once something was."""
+    found: set[str] = set()
+
+    def look() -> bool:
+        sent, received = bench.side.take_finished()
+        found.update(sent if kind == "sent" else received)
+        return bool(found)
+
+    return look
+
+
+def test_chunks_are_stored_and_loaded_elsewhere(bench: Bench) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab", 1)]))
+    wait_until(lambda: bench.side.take_news().stored == {1: 1})
+    found = bench.look_up("two", "ab")
+    assert found.num_tokens == 2 * CHUNK_SIZE
+    bench.step(StepPlan(loads=[bench.load_plan("two", found, (12, 10, 15), skip=1)]))
+    wait_until(taken(bench, "received"))
+    assert bench.blocks(12, 10, 15) == bench.blocks(2, 3, 4)
+    assert bench.side.take_failed_blocks() == set()
+    assert bench.side.take_finished() == (set(), set()), "a load is reported once"
+
+
+def test_a_request_is_reported_as_stored_when_all_its_stores_have_ended(bench: Bench) -> None:
+    bench.copier.may_go.clear()
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a"), bench.store_plan("one", "b", 3)]))
+    bench.step(StepPlan(finished=["one", "other"]), has_forward=False)
+    assert bench.side.take_finished() == ({"other"}, set())
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    assert bench.side.take_finished() == (set(), set())
+    bench.copier.may_go.set()
+    wait_until(taken(bench, "sent"))
+    assert bench.side.take_finished() == (set(), set()), "vLLM asserts that it is reported once"
+    assert bench.side.take_news().stored == {1: 1, 2: 1}, "a store is told of no later than its request"
+
+
+def test_a_step_that_needs_the_blocks_waits_for_the_copy_at_hand_only(bench: Bench) -> None:
+    bench.copier.may_go.clear()
+    bench.step(StepPlan(stores=[bench.store_plan("one", "abc"), bench.store_plan("one", "d", 9)]))
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    began = threading.Thread(target=bench.side.begin_step, args=(StepPlan(preempted=["one"]),))
+    began.start()
+    began.join(0.05)
+    assert began.is_alive(), "a block is overwritten while it is copied"
+    bench.copier.may_go.set()
+    began.join(DEADLINE_S)
+    assert not began.is_alive()
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.copier.num_stores == 1
+    assert bench.look_up("two", "abcd").num_tokens == CHUNK_SIZE, "what was copied before is whole"
+    assert bench.server.reserved_bytes == 0
+
+
+def test_stores_of_others_go_on(bench: Bench) -> None:
+    bench.copier.may_go.clear()
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a"), bench.store_plan("two", "b", 3)]))
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    bench.side.begin_step(StepPlan(preempted=["three"]))
+    bench.copier.may_go.set()
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.copier.num_stores == 2
+
+
+def test_a_scheduler_out_of_order_cancels_all(bench: Bench) -> None:
+    bench.copier.may_go.clear()
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab"), bench.store_plan("two", "cd", 5)]))
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    cancelling = threading.Thread(target=bench.side.begin_step, args=(StepPlan(cancel_stores=True),))
+    cancelling.start()
+    wait_until(lambda: all(job.is_cancelled for jobs in list(bench.side._jobs.values()) for job in jobs))
+    bench.copier.may_go.set()
+    cancelling.join(DEADLINE_S)
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.copier.num_stores == 1
+    assert bench.side.take_news().stored == {1: 1, 2: 1}
+
+
+def test_a_load_does_not_wait_for_a_store(bench: Bench) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "a")
+    session = bench.client.session
+    assert session is not None
+    waits, may_answer = threading.Event(), threading.Event()
+
+    def between() -> None:
+        waits.set()
+        assert may_answer.wait(DEADLINE_S)
+
+    session.between = between
+    bench.step(StepPlan(stores=[bench.store_plan("three", "b")]))
+    assert waits.wait(DEADLINE_S)
+    bench.step(StepPlan(loads=[bench.load_plan("two", found, (10, 11))]))
+    wait_until(taken(bench, "received"))
+    may_answer.set()
+    wait_until(lambda: not bench.side._jobs)
+
+
+@pytest.mark.parametrize("failure", ["life", "region", "bug"])
+def test_a_load_that_fails_is_reported_with_its_blocks_only(
+    bench: Bench, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "ab")
+    plan = bench.load_plan("two", found, (10, 11, 12, 13))
+    session = bench.client.session
+    assert session is not None
+    if failure == "life":
+        plan = LoadPlan("two", "an earlier life", plan.regions, 0, plan.block_ids)
+    elif failure == "region":
+        monkeypatch.setattr(session, "address_of", lambda _region: (_ for _ in ()).throw(calls.ProtocolError("none")))
+    else:
+        plan = LoadPlan("two", plan.incarnation, plan.regions[:1], 0, plan.block_ids)
+    bench.step(StepPlan(loads=[plan]))
+    wait_until(taken(bench, "received"))
+    assert bench.side.take_failed_blocks() == {10, 11, 12, 13}
+    assert session.num_holds == 1, "the hold on the arena itself"
+    monkeypatch.undo()
+    bench.step(StepPlan(loads=[bench.load_plan("three", found, (10, 11))]))
+    wait_until(taken(bench, "received"))
+    assert bench.side.take_failed_blocks() == set()
+    assert bench.blocks(10, 11) == bench.blocks(1, 2)
+
+
+def test_a_store_that_fails_in_the_middle_gives_everything_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = bench.client.session
+    assert session is not None
+    address_of = session.address_of
+    asked: list[calls.Region] = []
+
+    def second_fails(region: calls.Region) -> int:
+        asked.append(region)
+        if len(asked) == 2:
+            raise calls.ProtocolError("that is no place for a chunk")
+        return address_of(region)
+
+    monkeypatch.setattr(session, "address_of", second_fails)
+    bench.step(StepPlan(stores=[bench.store_plan("one", "abc")], finished=[]))
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.server.reserved_bytes == 0
+    assert bench.look_up("two", "abc").num_tokens == CHUNK_SIZE
+    assert bench.side.take_news().stored == {1: 1}
+
+
+def test_without_an_answering_server_a_store_ends_at_once(bench: Bench) -> None:
+    session = bench.client.session
+    assert session is not None
+    session.is_responsive = False
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    assert "Reserve" not in bench.server.num_calls
+    bench.client.lose()
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.side.take_news().stored == {1: 1, 2: 1}
+
+
+# ---- lives of the server ---------------------------------------------------------------------------------------------
+
+
+def test_the_arena_of_a_lost_server_is_kept_for_promises_and_then_let_go(bench: Bench) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    found, old = bench.look_up("two", "a"), bench.server
+    first = bench.client.all[0]
+    bench.client.lose()
+    old.is_alive = False
+    bench.side._let_go()
+    assert first.num_holds == 1
+    bench.step(StepPlan(loads=[bench.load_plan("two", found, (10, 11))]))
+    wait_until(taken(bench, "received"))
+    assert bench.blocks(10, 11) == bench.blocks(1, 2)
+    wait_until(lambda: first.num_holds == 1)
+    bench.clock.advance(2.1)
+    bench.side._let_go()
+    wait_until(lambda: first.num_holds == 0)
+    assert first.is_retired
+    bench.step(StepPlan(loads=[bench.load_plan("three", found, (12, 13))]))
+    wait_until(taken(bench, "received"))
+    assert bench.side.take_failed_blocks() == {12, 13}
+
+
+def test_a_step_that_runs_keeps_the_arena_that_its_plan_may_name(bench: Bench) -> None:
+    first = bench.client.all[0]
+    bench.client.lose()
+    bench.side.begin_step(StepPlan(incarnation=bench.server.incarnation))
+    bench.side._let_go()
+    bench.clock.advance(60.0)
+    bench.side._let_go()
+    assert first.num_holds == 1
+    bench.side.take_finished()
+    bench.side._let_go()
+    assert first.num_holds == 0
+
+
+def test_the_same_life_reached_again_is_held_once(bench: Bench) -> None:
+    first = bench.client.all[0]
+    bench.client.lose()
+    bench.client.connect(bench.server)
+    second = bench.client.all[1]
+    assert (first.num_holds, second.num_holds) == (0, 1)
+    bench.clock.advance(60.0)
+    bench.side._let_go()
+    assert (first.num_holds, second.num_holds) == (0, 1)
+    assert list(bench.server.gates.values())[-1] == "passed", "the gate is told on every connection"
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_copy_at_hand_and_drops_the_rest(bench: Bench) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "ab")
+    bench.copier.may_go.clear()
+    before = bench.blocks(14, 15)
+    loads = [bench.load_plan("two", found, (10, 11)), bench.load_plan("three", found, (14, 15))]
+    bench.step(StepPlan(loads=loads, stores=[bench.store_plan("four", "cd")]))
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    closing = threading.Thread(target=bench.side.close)
+    closing.start()
+    wait_until(lambda: bench.side._is_closing)
+    bench.copier.may_go.set()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert not any(thread.is_alive() for thread in bench.side._threads)
+    assert bench.blocks(14, 15) == before
+    assert all(session.num_holds == 0 for session in bench.client.all)
+
+
+def test_news_of_ranks_add_up() -> None:
+    news = WorkerNews({1: 1, 2: 1})
+    news.merge(WorkerNews({2: 1, 3: 2}))
+    assert news.stored == {1: 1, 2: 2, 3: 2}
+
+
+def test_a_worker_without_reuse_answers_everything_once() -> None:
+    region = calls.Region(0, 1, 1)
+    worker, plan = NoReuse(), StepPlan(loads=[LoadPlan("one", "life", (region,), 0, (4, 5))], finished=["two"])
+    plan.stores = [StorePlan(7, "three", NAMESPACE, "tenant", None, (b"k" * 32,), (1, 2))]
+    worker.begin_step(plan)
+    worker.start_loads(plan)
+    worker.start_stores(plan)
+    assert worker.take_finished() == ({"two"}, {"one"})
+    assert worker.take_failed_blocks() == {4, 5}
+    assert worker.take_news().stored == {7: 1}
+    assert (worker.take_finished(), worker.take_failed_blocks(), worker.take_news().stored) == (
+        (set(), set()),
+        set(),
+        {},
+    )
+
+
+# ---- a whole engine with threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_engine_with_threads_reads_what_it_should(new_harness: Callable[..., Harness], seed: int) -> None:
+    """Preemption, aborts and blocks that are used again at once, against copies that really run beside the steps."""
+    options = EngineOptions(num_blocks=30, running_max=6, num_ranks=1 + seed % 2, is_026=seed % 3 == 0)
+    harness = new_harness(options, seed=seed, num_chunks=16, has_threads=True)
+    chance, engine = harness.chance, harness.engine
+    bases = [[chance.randrange(50) for _ in range(60)] for _ in range(3)]
+    for number in range(40):
+        harness.add(chance.choice(bases)[: chance.randrange(5, 60)], chance.randrange(1, 10))
+        for _ in range(chance.randrange(1, 8)):
+            harness.step()
+            if chance.random() < 0.05 and engine.requests:
+                engine.abort(chance.choice(sorted(engine.requests)))
+        if number % 5 == 0:
+            engine.pool.reset()
+    end_s = time.monotonic() + DEADLINE_S
+    while engine.has_work:
+        assert time.monotonic() < end_s, "requests are left"
+        harness.step()
+    wait_until(lambda: not any(worker._worker._jobs for worker in harness.workers))
+    harness.step()
+    assert not harness.faults.records
+    assert len(engine.pool.free) == engine.pool.num_usable
+    assert harness.scheduler_side.num_tracked == 0
+    assert harness.server is not None
+    assert not harness.server.cache.leases()
+    assert harness.server.reserved_bytes == 0
+    harness.assert_reports_add_up()
+    assert any(request.status is Status.FINISHED_STOPPED for request in harness.requests)
+    assert engine.num_loads > 0
