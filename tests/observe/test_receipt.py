@@ -31,7 +31,7 @@ def test_a_receipt_at_its_start() -> None:
         "status": None,
         "outcome": None,
         "error": None,
-        "tokens": {"prompt": None, "by_source": {}},
+        "tokens": {"prompt": None, "by_source": {}, "reported_by": None},
         "ms": {"prefill": None, "handover": None, "first_token": None, "total": None},
         "num_events": 0,
     }

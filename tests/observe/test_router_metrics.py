@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.observe.router_metrics import RouterMetrics
@@ -43,9 +44,9 @@ def test_every_series_has_a_name_of_ours_and_an_explanation() -> None:
 
 def test_counters_count_by_label() -> None:
     metrics = RouterMetrics()
-    metrics.request("/v1/completions", "pd", "completed", 200).inc()
-    metrics.request("/v1/completions", "pd", "completed", 200).inc()
-    metrics.request("/v1/completions", "pd", "failed", 502).inc()
+    metrics.requests.count("/v1/completions", "pd", "completed", 200)
+    metrics.requests.count("/v1/completions", "pd", "completed", 200)
+    metrics.requests.count("/v1/completions", "pd", "failed", 502)
     metrics.engine_error("prefill", "h:1", "lost")
     metrics.disconnected("decoding")
     metrics.engine_state("decode", "h:2", is_up=False, num_active=3)
@@ -60,6 +61,18 @@ def test_counters_count_by_label() -> None:
     engine = (("engine", "h:2"), ("role", "decode"))
     assert found["antiphon_router_engine_up", engine] == 0
     assert found["antiphon_router_engine_active_requests", engine] == 3
+
+
+def test_durations_fall_into_every_bucket_from_theirs_on() -> None:
+    metrics = RouterMetrics()
+    for seconds in (0.0004, 0.001, 0.0011, 7.0, 1000.0):
+        metrics.request_seconds.observe(seconds)
+    found = samples(metrics)
+    name = "antiphon_router_request_seconds"
+    buckets = {labels[0][1]: value for (key, labels), value in found.items() if key == f"{name}_bucket"}
+    assert [buckets[le] for le in ("0.001", "0.0025", "5.0", "10.0", "300.0", "+Inf")] == [2, 3, 3, 4, 4, 5]
+    assert found[f"{name}_count", ()] == 5
+    assert found[f"{name}_sum", ()] == pytest.approx(1007.0025)
 
 
 def test_two_routers_share_nothing() -> None:

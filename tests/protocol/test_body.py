@@ -46,6 +46,48 @@ def test_splice_changes_the_replaced_values_and_no_other_byte(text: JsonText, nu
     # A scan may be used again, and a buffer that can change is read the same way.
     assert joined(body, {}) == raw.rstrip()
     assert joined(scan(bytearray(raw)), replace) == spliced
+    # Where only these keys are wanted, the rest is not gone through; what is spliced is the same.
+    for wanted in (frozenset(replace), frozenset(("n", "stream", "max_tokens", "new"))):
+        assert joined(scan(raw, wanted), replace) == spliced
+
+
+WANTED = frozenset(("n", "max_tokens"))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        rb'{"n":2}',
+        rb'{ "n" : 2 , "x":1}',
+        b'{"n"\n:\t2}',
+        rb'{"x":{"n":3},"n":2}',
+        rb'{"n":2,"x":{"n":3}}',
+        rb'{"x":"n","n":2}',
+        rb'{"x":["n","max_tokens"],"n":2}',
+        rb'{"x":"\"n\"","n":2}',
+        rb'{"x":"\"n","n":2}',
+        rb'{"x":{"n":3},"\u006e":2}',
+        rb'{"\u006e":2,"x":"\u006e"}',
+        rb'{"n":2,"\u006e":4}',
+        rb'{"n":2,"n":4}',
+        rb'{"max_tokens":7,"x":"}","n":2}',
+        rb'{"n":{"n":{"n":1}},"max_tokens":"n"}',
+        rb'{"x":{"n":3}}',
+        rb"{}",
+    ],
+)
+def test_a_wanted_key_is_found_where_it_stands_at_the_top(raw: bytes) -> None:
+    whole, quick = scan(raw), scan(raw, WANTED)
+    replace = {"n": b"1", "max_tokens": b"5"}
+    assert joined(quick, replace) == joined(whole, replace)
+    assert [span for span in whole.spans if span[0] in WANTED] == [span for span in quick.spans if span[0] in WANTED]
+    value = json.loads(joined(quick, replace))
+    assert (value["n"], value["max_tokens"], value.get("x")) == (1, 5, json.loads(raw).get("x"))
+
+
+def test_a_long_body_is_read_the_same_way() -> None:
+    raw = b'{"prompt":"%b","n":2,"x":{"n":3}}' % (b"long " * 2000)
+    assert joined(scan(raw, WANTED), {"n": b"1"}) == raw.replace(b'"n":2', b'"n":1')
 
 
 def test_replacement_is_put_in_as_it_is_written() -> None:
@@ -100,6 +142,9 @@ def test_duplicates_of_nested_look_alikes(data: st.DataObject) -> None:
     pairs = json.loads(raw, object_pairs_hook=list)
     body = scan(raw)
     assert [(key, json.loads(raw[start:end], object_pairs_hook=list)) for key, start, end in body.spans] == pairs
+    for wanted in (frozenset("a"), frozenset("ab")):
+        replace = dict.fromkeys(sorted(wanted), b"0")
+        assert joined(scan(raw, wanted), replace) == joined(body, replace)
 
 
 def written(pairs: list[tuple[str, str]]) -> str:

@@ -121,8 +121,8 @@ async def test_admin_routes_are_not_for_a_page_that_points_its_name_here() -> No
 
 
 def test_fields_named_by_connection_stay_here() -> None:
-    request = HttpRequest("POST", b"/v1/completions", "1.1")
-    request.headers = [(b"connection", b"keep-alive, X-Secret"), (b"x-secret", b"s"), (b"x-open", b"o")]
+    headers = [(b"connection", b"keep-alive, X-Secret"), (b"x-secret", b"s"), (b"x-open", b"o")]
+    request = HttpRequest("POST", b"/v1/completions", "1.1", headers)
     assert forwarded_headers(request) == [(b"x-open", b"o")]
 
 

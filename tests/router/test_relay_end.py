@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.observe.receipt import Receipt
-from antiphon.router.relay import Relay
+from antiphon.router.relay import Relay, RelayTimes
 from antiphon.transport.http.message import HttpRequest
 from tests.router.scripted import counted, engine, newest, prefills, routing, streams
 
@@ -22,7 +22,7 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.done: list[str] = []
 
-    def start(self, buffers: object, sink: object) -> None:
+    def start(self, buffers: object, sink: object, timeout_s: float) -> None:
         self.done.append("start")
 
     def abort(self) -> None:
@@ -81,21 +81,21 @@ async def test_client_that_left_before_its_request_began_is_served_by_nobody() -
 async def test_nothing_is_done_to_the_connection_after_the_answer(late: str, stream: bool) -> None:
     connection, client = Connection(), Client()
     spec = RouterSpec(idle_timeout_s=0.001, first_token_timeout_s=0.001)
-    relay = Relay(client, connection, spec, Receipt("i", "/r", 0.0), has_handle=True)  # type: ignore[arg-type]
-    run = asyncio.create_task(relay.run([]))
-    await asyncio.sleep(0)
+    relay = Relay(client, connection, RelayTimes(spec), Receipt("i", "/r", 0.0), has_handle=True)  # type: ignore[arg-type]
+    relay.start([])
     content_type = b"text/event-stream" if stream else b"application/json"
     relay.on_head(200, [(b"content-type", content_type)])
     relay.on_body(b"data: [DONE]\n\n")
     relay.on_end()
     assert client.finished
-    # Before the task that waits for the relay has run again.
+    # Before whoever waits for the relay has gone on.
     if late == "leave":
         relay.leave()
     else:
         time.sleep(0.003)  # past the deadline, without letting the loop run
         relay._check()
-    await run
+    await relay
+    relay.close()
     assert connection.done == ["start"]
     assert relay.error is None
     assert (client.on_stall, client.on_resume) == (None, None)

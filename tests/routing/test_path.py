@@ -9,7 +9,7 @@ from antiphon.routing.path import REASONS, SINGLE_STAGE, choose_path
 
 
 def path_of(body: str, *, is_enabled: bool = True, has_prefill_pool: bool = True) -> tuple[str, str]:
-    choice = choose_path(scan(body.encode()).get, is_enabled=is_enabled, has_prefill_pool=has_prefill_pool)
+    choice = choose_path(scan(body.encode()).values, is_enabled=is_enabled, has_prefill_pool=has_prefill_pool)
     return choice.path, choice.reason
 
 

@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from antiphon.transport.http import server
+from antiphon.transport.http.server import HttpServer
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -20,3 +21,11 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 def _quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines are looked at every 50 ms rather than every second."""
     monkeypatch.setattr(server, "_SWEEP_INTERVAL_S", 0.05)
+
+
+@pytest.fixture(params=[False, True], ids=["tasks", "strands"])
+def drivers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers run in tasks, and in strands."""
+    defaults = HttpServer.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "in_strands", request.param)

@@ -11,6 +11,8 @@ from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import Responder
 from tests.transport.http_edge import Recorder, connected, echo, serving, until
 
+pytestmark = pytest.mark.usefixtures("drivers")
+
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 

@@ -13,6 +13,8 @@ from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, HttpServerConnection, Responder
 from tests.transport.http_edge import Recorder, connected, echo, serving, until
 
+pytestmark = pytest.mark.usefixtures("drivers")
+
 GET = b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n"
 BIG = b"x" * 65_536
 

@@ -7,17 +7,21 @@ that is not there was never given out or is too old.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+
+from antiphon.observe.token_sources import ReportedTokens
 
 
-@dataclass(slots=True)
 class Receipt:
     """One request. Times are milliseconds from the router's receipt of the whole request; None: not known or not
     reached."""
 
-    id: str
-    route: str
-    created_unix_s: float
+    def __init__(self, id: str, route: str, created_unix_s: float) -> None:  # noqa: A002 - the name that clients see
+        self.id = id
+        self.route = route
+        self.created_unix_s = created_unix_s
+
+    # What is never filled in stays a value of the class, and costs a request nothing.
     path: str = ""
     reason: str = ""
     stream: bool = False
@@ -32,8 +36,10 @@ class Receipt:
     """``completed``, ``failed`` or ``cancelled``; None while the request runs."""
     error: str | None = None
     prompt_tokens: int | None = None
-    tokens_by_source: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens by where the prefill took them from: ``device`` (its own prefix cache), ``computed``."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefill engine's own prefix cache held; None: it does not say."""
+    reported: ReportedTokens | None = None
+    """What the engines reported through cache servers; filled in by who follows these."""
     prefill_ms: float | None = None
     """The prefill engine's part, from sending the request to its whole answer."""
     handover_ms: float | None = None
@@ -60,7 +66,11 @@ class Receipt:
             "status": self.status,
             "outcome": self.outcome,
             "error": self.error,
-            "tokens": {"prompt": self.prompt_tokens, "by_source": self.tokens_by_source},
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "by_source": self.tokens_by_source,
+                "reported_by": "usage" if self.tokens_by_source else None,
+            },
             "ms": {
                 "prefill": _rounded(self.prefill_ms),
                 "handover": _rounded(self.handover_ms),
@@ -69,6 +79,13 @@ class Receipt:
             },
             "num_events": self.num_events,
         }
+
+    @property
+    def tokens_by_source(self) -> dict[str, int]:
+        """Prompt tokens by where the prefill took them from: ``device`` (its own prefix cache), ``computed``."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return {}
+        return {"device": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -94,6 +111,14 @@ class ReceiptRing:
     def get(self, receipt_id: str) -> Receipt | None:
         """The receipt with this id, or None."""
         return self._by_id.get(receipt_id)
+
+    def newer_than(self, receipt_id: str | None) -> Iterator[Receipt]:
+        """The receipts after the one with this id, newest first; all if it is not there. Nothing may be added
+        meanwhile."""
+        for receipt in reversed(self._by_id.values()):
+            if receipt.id == receipt_id:
+                return
+            yield receipt
 
     def latest(self, num: int) -> list[Receipt]:
         """The ``num`` latest receipts, newest first."""

@@ -1,13 +1,13 @@
 """The router's metrics: every name once, with what it counts.
 
-Series that a request touches are looked up once and kept, so that counting costs one call.
+What every request touches is tallied in plain numbers; the rest are the client library's own counters.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from antiphon.observe.tally import Durations, Tally
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -19,11 +19,11 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter(
+        self.requests = self._tally(
             "requests", "Requests that ended, by HTTP status.", "route", "path", "outcome", "status"
         )
-        self._paths = self._counter("path", "Path choices (pd, local) by reason.", "path", "reason")
-        self._engine_requests = self._counter("engine_requests", "Requests sent to an engine.", "role", "engine")
+        self.paths = self._tally("path", "Path choices (pd, local) by reason.", "path", "reason")
+        self.engine_requests = self._tally("engine_requests", "Requests sent to an engine.", "role", "engine")
         self._engine_errors = self._counter(
             "engine_errors", "Engine failures: connect, lost, timeout, garbage, status.", "role", "engine", "kind"
         )
@@ -55,9 +55,6 @@ class RouterMetrics:
             "time_to_first_token", "From a whole request to the first piece of a streamed answer."
         )
         self.request_seconds = self._seconds("request", "From a whole request to the end of its answer.")
-        self.request = lru_cache(maxsize=1024)(self._request)
-        self.path = lru_cache(maxsize=64)(self._path)
-        self.engine_request = lru_cache(maxsize=4096)(self._engine_request)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"antiphon_router_{name}_total", text, labels, registry=self.registry)
@@ -65,17 +62,11 @@ class RouterMetrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"antiphon_router_{name}", text, labels, registry=self.registry)
 
-    def _seconds(self, name: str, text: str) -> Histogram:
-        return Histogram(f"antiphon_router_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+    def _tally(self, name: str, text: str, *labels: str) -> Tally:
+        return Tally(self.registry, f"antiphon_router_{name}_total", text, labels)
 
-    def _request(self, route: str, path: str, outcome: str, status: int) -> Counter:
-        return self._requests.labels(route, path, outcome, str(status))
-
-    def _path(self, path: str, reason: str) -> Counter:
-        return self._paths.labels(path, reason)
-
-    def _engine_request(self, role: str, engine: str) -> Counter:
-        return self._engine_requests.labels(role, engine)
+    def _seconds(self, name: str, text: str) -> Durations:
+        return Durations(self.registry, f"antiphon_router_{name}_seconds", text, _SECONDS)
 
     def engine_state(self, role: str, engine: str, *, is_up: bool, num_active: int) -> None:
         """Set what is known of an engine; called when the series are read."""

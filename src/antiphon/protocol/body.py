@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import msgspec
 
@@ -22,6 +23,9 @@ _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str)
 # Possessive, here and below: a repeat that may be taken back keeps a note for each byte, hundreds of bytes each.
 _KEY = re.compile(rb'[\s,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.DOTALL)
+_SEPARATOR = re.compile(rb"\s*+:\s*+")
+_COLON, _SPACE = b": "
+_start = itemgetter(1)
 _ENDS_VALUE = frozenset(b" \t\r\n,}")
 
 
@@ -29,8 +33,9 @@ _ENDS_VALUE = frozenset(b" \t\r\n,}")
 class Body:
     """A JSON object as it was received.
 
-    ``spans`` holds, in order of appearance, (key, start, end) of each top-level value; a key that appears twice has two
-    spans. ``values`` holds the raw bytes of the value that counts: the last one, as JSON parsers take it.
+    ``spans`` holds, in order of appearance, (key, start, end) of each top-level value that was looked for; a key that
+    appears twice has two spans. ``values`` holds the raw bytes of the value that counts: the last one, as JSON parsers
+    take it.
     """
 
     raw: bytes | bytearray
@@ -44,29 +49,37 @@ class Body:
         value = self.values.get(key)
         return None if value is None else bytes(value)
 
-    def splice(self, replace: Mapping[str, bytes]) -> list[Buffer]:
+    def splice(self, replace: Mapping[str, bytes], members: Mapping[str, bytes] | None = None) -> list[Buffer]:
         """The body with the values of ``replace`` (raw JSON by key), as buffers whose concatenation is the new body.
 
         A key that is present is replaced where it stands, at each place where it stands; a key that is absent is added
-        at the end.
+        at the end. The keys must be among those that :func:`scan` looked for. ``members`` holds what may be absent as
+        :func:`member` writes it, where that is known beforehand.
         """
         view = memoryview(self.raw)
         pieces: list[Buffer] = []
         position = 0
-        missing = dict(replace)
         for key, start, end in self.spans:
-            if key in replace:
-                missing.pop(key, None)
-                pieces.append(view[position:start])
-                pieces.append(replace[key])
+            value = replace.get(key)
+            if value is not None:
+                pieces += (view[position:start], value)
                 position = end
-        if missing:
-            pieces.append(view[position : self.close])
-            added = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in missing.items())
-            pieces.append((b"," if self.spans else b"") + added + b"}")
+        values = self.values
+        if members is None:
+            added = [member(key, value) for key, value in replace.items() if key not in values]
+        else:
+            added = [members[key] for key in replace if key not in values]
+        if added:
+            comma = b"," if values else b""
+            pieces += (view[position : self.close], b"%b%b}" % (comma, b",".join(added)))
         else:
             pieces.append(view[position : self.close + 1])
         return pieces
+
+
+def member(key: str, value: bytes) -> bytes:
+    """A key, a plain word, and its raw value as they are written in an object."""
+    return b'"%b":%b' % (key.encode(), value)
 
 
 KEYS_MAX = 1024
@@ -78,13 +91,16 @@ BRACKETS_MAX = 500_000
 requests."""
 
 _SMALL_BYTES = 1_048_576
+_FIND_MAX_BYTES = 4096
+"""In a longer body, looking for names byte by byte takes longer than going from value to value."""
 
 
-def scan(raw: bytes | bytearray) -> Body:
-    """Find the top-level keys of the JSON object ``raw``.
+def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
+    """Read the top-level values of the JSON object ``raw``, and find where they stand.
 
-    The values are found by the sizes that the decoder saw, which is quick; where what is found is not what the decoder
-    saw (a key appears twice), by reading every value.
+    Args:
+        raw: the body.
+        wanted: the keys that may be replaced, plain words; the places of others need not be found. None: all.
 
     Raises:
         ProtocolError: it is not JSON, not an object, or has too many keys.
@@ -106,11 +122,44 @@ def scan(raw: bytes | bytearray) -> Body:
     if len(values) > KEYS_MAX:
         raise ProtocolError(f"the request body has more than {KEYS_MAX} top-level keys")
     body = Body(raw, values)
+    if wanted is not None and len(raw) <= _FIND_MAX_BYTES:
+        if _find(body, wanted):
+            return body
+        body.spans.clear()
+    # By the sizes that the decoder saw, which is quick; where that leads astray (a key appears twice), by reading.
     if not _walk(body, _jump):
         body.spans.clear()
         walked = _walk(body, _Reader())
         assert walked, "a valid JSON object can be walked"
     return body
+
+
+def _find(body: Body, wanted: frozenset[str]) -> bool:
+    """Fill in ``close``, and ``spans`` for the ``wanted`` keys; False where looking for their names is not enough.
+
+    A name in quotes may stand in the body as a key at the top, as a key further in, or as a text. If the decoder saw it
+    at the top and it stands there once, that is the one; unless the key at the top was written with escapes.
+    """
+    raw, values, spans = body.raw, body.values, body.spans
+    present = wanted & values.keys()
+    if present and raw.find(b"\\") >= 0 and raw.find(b"\\u") >= 0:  # the first of them is quick
+        return False
+    for key in present:
+        name = f'"{key}"'.encode()
+        end = raw.find(name) + len(name)
+        if raw.find(name, end) >= 0:
+            return False
+        if raw[end] == _COLON and raw[end + 1] > _SPACE:
+            start = end + 1
+        else:
+            separator = _SEPARATOR.match(raw, end)
+            assert separator is not None, "a key that stands once is followed by its value"
+            start = separator.end()
+        spans.append((key, start, start + len(memoryview(values[key]))))
+    if len(spans) > 1:
+        spans.sort(key=_start)
+    body.close = raw.rindex(b"}")
+    return True
 
 
 def _walk(body: Body, end_of_value: Callable[[Body, str, int], int]) -> bool:

@@ -6,10 +6,12 @@ versions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from antiphon.core.errors import ProtocolError
-from antiphon.protocol.body import Body
+from antiphon.protocol.body import Body, Buffer, member
 
 PREFILL_PARAMS = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -24,6 +26,14 @@ _IF_PRESENT = {
 }
 _IF_STREAMED = {"stream_options": b"null"}
 """vLLM refuses them without ``stream``: then the prefill engine is to refuse them too, before it computes anything."""
+
+
+REPLACED = frozenset((*_ONE_TOKEN, *_IF_PRESENT, *_IF_STREAMED, "kv_transfer_params", "cache_salt"))
+"""Every key of a body that a request to an engine may replace."""
+
+_PREFILL: dict[str, bytes] = {**_ONE_TOKEN, "kv_transfer_params": PREFILL_PARAMS}
+_PREFILL_MEMBERS = {key: member(key, value) for key, value in _PREFILL.items()}
+_NOT_PLAIN = frozenset((*_IF_PRESENT, *_IF_STREAMED))
 
 
 class _Details(msgspec.Struct):
@@ -56,22 +66,32 @@ class PrefillAnswer:
         """Prompt tokens that its own prefix cache held; None if it does not say."""
 
 
-def prefill_fields(body: Body) -> dict[str, bytes]:
+def prefill_fields(body: Body) -> Mapping[str, bytes]:
     """The fields that turn a client's request into a prefill: one token, one sequence, a whole answer, and a handle.
 
     ``min_tokens`` is 1 so that an end-of-sequence token cannot end the request in a way that frees the blocks at once.
     """
+    if _NOT_PLAIN.isdisjoint(body.values):
+        return _PREFILL
     fields = {key: value for key, value in _IF_PRESENT.items() if key in body.values}
     if body.get("stream") == b"true":
         fields.update((key, value) for key, value in _IF_STREAMED.items() if key in body.values)
-    fields.update(_ONE_TOKEN)
-    fields["kv_transfer_params"] = PREFILL_PARAMS
-    return fields
+    return fields | _PREFILL
+
+
+def prefill_body(body: Body) -> list[Buffer]:
+    """The client's request as a prefill: see :func:`prefill_fields`."""
+    return body.splice(prefill_fields(body), _PREFILL_MEMBERS)
+
+
+def decode_body(body: Body, params: bytes) -> list[Buffer]:
+    """The client's request to a decode engine, with the handle that the prefill engine answered."""
+    return body.splice({"kv_transfer_params": params}, {"kv_transfer_params": b'"kv_transfer_params":' + params})
 
 
 def drain_fields(body: Body, params: bytes) -> dict[str, bytes]:
     """The fields of a decode request whose only use is to pull the KV, since the client has left."""
-    return prefill_fields(body) | {"kv_transfer_params": params}
+    return {**prefill_fields(body), "kv_transfer_params": params}
 
 
 def read_prefill_answer(raw: bytes) -> PrefillAnswer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from antiphon.config.hosts import is_loopback
 from antiphon.config.router_spec import RouterSpec
@@ -20,6 +20,7 @@ from antiphon.protocol.openai import JSON
 from antiphon.router.engines import Engines
 from antiphon.router.headers import forwarded_headers
 from antiphon.router.refusals import unavailable
+from antiphon.router.token_reports import READ_WAIT_MAX_S, TokenReports
 from antiphon.routing.registry import EndpointRegistry
 from antiphon.transport.http.client import request_head
 from antiphon.transport.http.message import HttpRequest
@@ -57,12 +58,14 @@ class Admin:
         engines: Engines,
         metrics: RouterMetrics,
         receipts: ReceiptRing,
+        reports: TokenReports,
     ) -> None:
         self._spec = spec
         self._registry = registry
         self._engines = engines
         self._metrics = metrics
         self._receipts = receipts
+        self._reports = reports
         self._key = read_admin_key(spec.admin_key_file)
         self.is_draining = False
 
@@ -125,11 +128,13 @@ class Admin:
             )
         responder.send(200, [(b"content-type", CONTENT_TYPE)], self._metrics.text())
 
-    def receipt(self, request: HttpRequest, responder: Responder) -> None:
-        """``GET /receipts/ID``, or ``GET /receipts`` for the latest hundred."""
+    async def receipt(self, request: HttpRequest, responder: Responder) -> None:
+        """``GET /receipts/ID``, or ``GET /receipts`` for the latest hundred. With ``?wait_s=S`` the answer for one
+        waits until it is closed and its token reports are there."""
         receipt_id = request.path.removeprefix("/receipts").strip("/")
         if not receipt_id:
-            _send_json(responder, 200, {"receipts": [receipt.as_dict() for receipt in self._receipts.latest(100)]})
+            latest = self._receipts.latest(100)
+            _send_json(responder, 200, {"receipts": [self._reports.show(receipt) for receipt in latest]})
             return
         receipt = self._receipts.get(receipt_id)
         if receipt is None:
@@ -138,7 +143,10 @@ class Admin:
                 status=404,
                 code="receipt_not_found",
             )
-        _send_json(responder, 200, receipt.as_dict())
+        wait_s = _wait_s(request.query)
+        if wait_s:
+            await self._reports.wait(receipt, wait_s, responder)
+        _send_json(responder, 200, self._reports.show(receipt))
 
     def status(self, responder: Responder, gauges: dict[str, int]) -> None:
         """What the router knows of its engines."""
@@ -152,7 +160,8 @@ class Admin:
             }
             for endpoint in self._registry.all()
         ]
-        _send_json(responder, 200, {"engines": engines, "receipts": len(self._receipts), **gauges})
+        answer: dict[str, object] = {"engines": engines, "cache_servers": self._reports.status()}
+        _send_json(responder, 200, answer | {"receipts": len(self._receipts), **gauges})
 
     def check_access(self, request: HttpRequest, responder: Responder) -> None:
         """Refuse who may not see engines.
@@ -175,6 +184,23 @@ class Admin:
         if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
             return
         raise RequestRefused("the admin key is missing or wrong", status=401, kind="authentication_error", code="admin")
+
+
+def _wait_s(query: str) -> float:
+    """The seconds of ``wait_s=S``; 0 without.
+
+    Raises:
+        RequestRefused: 400, not a number of seconds from 0 to ``READ_WAIT_MAX_S``.
+    """
+    try:
+        wait_s = float(dict(parse_qsl(query, keep_blank_values=True, max_num_fields=16)).get("wait_s", "0"))
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= READ_WAIT_MAX_S:  # false for what is not a number, too
+        raise RequestRefused(
+            f"wait_s must be a number of seconds from 0 to {READ_WAIT_MAX_S:g}", code="invalid_request", param="wait_s"
+        )
+    return wait_s
 
 
 def _send_json(responder: Responder, status: int, value: dict[str, object]) -> None:

@@ -10,7 +10,8 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, RequestRefused
@@ -20,6 +21,7 @@ from antiphon.router.admin import Admin
 from antiphon.router.engines import Engines
 from antiphon.router.inference import Inference
 from antiphon.router.refusals import send_refusal
+from antiphon.router.token_reports import TokenReports
 from antiphon.routing.registry import EndpointRegistry
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
@@ -56,7 +58,8 @@ class Router:
         self.metrics = RouterMetrics()
         self.receipts = ReceiptRing(spec.receipts_max)
         self.engines = Engines(spec, self.registry, self.metrics)
-        self.admin = Admin(spec, self.registry, self.engines, self.metrics, self.receipts)
+        self.reports = TokenReports(spec.cache_servers, spec.connect_timeout_s, self.receipts, self.metrics)
+        self.admin = Admin(spec, self.registry, self.engines, self.metrics, self.receipts, self.reports)
         self.inference = Inference(spec, self.registry, self.engines, self.metrics, self.receipts)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
@@ -66,7 +69,7 @@ class Router:
             write_stall_timeout_s=spec.idle_timeout_s,
             connections_max=spec.connections_max,
         )
-        self.server = HttpServer(self.handle, limits)
+        self.server = HttpServer(self.handle, limits, in_strands=True)
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, sock: socket.socket | None = None) -> int:
@@ -78,31 +81,37 @@ class Router:
         await asyncio.gather(*(self.engines.probe(endpoint) for endpoint in self.registry.all()))
         port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
         self._watch = asyncio.create_task(self.engines.watch())
+        self.reports.start()
         return port
 
     async def stop(self, drain_timeout_s: float | None = None) -> int:
         """Stop accepting, let requests finish, close; returns how many requests were cut."""
         self.admin.is_draining = True
+        self.reports.release_readers()
         timeout_s = self.spec.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         cut = await self.server.drain(timeout_s)
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
+        await self.reports.stop()
         self.engines.close()
         return cut
 
-    async def handle(self, request: HttpRequest, responder: Responder) -> None:
-        """Serve one request."""
-        path = request.path
-        if request.method == "POST" and path in SPLIT_ROUTES:
-            await self.inference.serve(request, responder, may_split=True)
-        elif request.method == "POST" and path in SINGLE_STAGE_ROUTES:
-            await self.inference.serve(request, responder, may_split=False)
-        else:
-            try:
-                await self._handle_own(request, responder)
-            except RequestRefused as refusal:
-                send_refusal(responder, refusal, [])
+    def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
+        """Serve one request; returns the work to be run."""
+        if request.method == "POST":
+            path = request.path
+            if path in SPLIT_ROUTES:
+                return self.inference.serve(request, responder, may_split=True)
+            if path in SINGLE_STAGE_ROUTES:
+                return self.inference.serve(request, responder, may_split=False)
+        return self._serve_own(request, responder)
+
+    async def _serve_own(self, request: HttpRequest, responder: Responder) -> None:
+        try:
+            await asyncio.create_task(self._handle_own(request, responder))  # it may use time-outs, which need a task
+        except RequestRefused as refusal:
+            send_refusal(responder, refusal)
 
     async def _handle_own(self, request: HttpRequest, responder: Responder) -> None:
         path = request.path
@@ -120,16 +129,16 @@ class Router:
             await self.admin.models(request, responder)
         else:
             self.admin.check_access(request, responder)
-            self._handle_admin(request, responder)
+            await self._handle_admin(request, responder)
 
-    def _handle_admin(self, request: HttpRequest, responder: Responder) -> None:
+    async def _handle_admin(self, request: HttpRequest, responder: Responder) -> None:
         gauges = {"active": self.inference.num_active, "connections": self.server.statistics()["connections"]}
         if request.path == "/metrics":
             self.admin.metrics(responder, gauges)
         elif request.path == "/status":
             self.admin.status(responder, gauges)
         else:
-            self.admin.receipt(request, responder)
+            await self.admin.receipt(request, responder)
 
 
 async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:

@@ -46,7 +46,7 @@ class Engines:
         return self._pools[endpoint]
 
     async def connect(self, endpoint: Endpoint) -> HttpClientConnection:
-        """A connection to ``endpoint``; a failure takes it out of the pool at once.
+        """A connection to ``endpoint``, idle or new; a failure takes it out of the pool at once.
 
         Raises:
             ConnectFailed: no byte was written.

@@ -6,8 +6,11 @@ Fields that concern one connection are dropped (RFC 9110), and so are those that
 
 from __future__ import annotations
 
+import re
+
 from antiphon.observe.receipt import Receipt
-from antiphon.transport.http.message import HOP_BY_HOP, HttpRequest
+from antiphon.observe.token_sources import Leg
+from antiphon.transport.http.message import HOP_BY_HOP, HttpRequest, field_lines
 
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
@@ -16,42 +19,55 @@ _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
 def forwarded_headers(request: HttpRequest) -> list[tuple[bytes, bytes]]:
     """The client's fields that an engine gets. ``accept-encoding`` is left out: events are read on their way back."""
     dropped = _NOT_FORWARDED
-    named = request.header(b"connection")
+    named = request.first.get(b"connection")
     if named is not None:
         dropped = dropped | {name.strip().lower() for name in named.split(b",")}
     return [field for field in request.headers if field[0] not in dropped]
 
 
-def returned_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """An engine's fields that the client gets."""
-    return [field for field in headers if field[0] not in _NOT_RETURNED]
+def returned_lines(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """An engine's fields that the client gets, as they are written."""
+    return field_lines([field for field in headers if field[0] not in _NOT_RETURNED])
 
 
-def engine_request_id(token: str, prefill: str | None, decode: str | None, *, tagged: bool) -> bytes:
+def engine_request_id(token: str, prefill: str | None, decode: str | None, *, tagged: bool) -> str:
     """The ``x-request-id`` for an engine, unique for each request and stage; vLLM builds the response ``id`` from it.
 
     ``tagged`` puts the addresses in, in the form that vllm-router gives them.
     """
-    if not tagged or prefill is None:
-        return token.encode()
+    if prefill is None:
+        return token
     if decode is None:
-        return f"___prefill_addr_{prefill}_{token}".encode()
-    return f"___prefill_addr_{prefill}___decode_addr_{decode}_{token}".encode()
+        return f"___prefill_addr_{prefill}_{token}" if tagged else f"prefill-{token}"
+    return f"___prefill_addr_{prefill}___decode_addr_{decode}_{token}" if tagged else token
 
 
-def answer_headers(receipt: Receipt) -> list[tuple[bytes, bytes]]:
-    """The fields that the router adds to every answer on an inference route: what is known when they leave."""
-    fields = [
-        (b"x-request-id", (receipt.client_request_id or receipt.id).encode("latin-1")),
-        (b"x-antiphon-receipt", receipt.id.encode()),
-    ]
+_TAGGED_ID = re.compile(r"___prefill_addr_.*:\d+_([0-9a-f]{32})(?![0-9a-f])", re.DOTALL)
+_PLAIN_ID = re.compile(r"(?:^|[-_])(prefill-|free-)?([0-9a-f]{32})(?![0-9a-f])")
+
+
+def leg_of(request: str) -> tuple[str, Leg] | None:
+    """The token and the stage of an ``engine_request_id`` within an engine's own id of a request, which has more around
+    it (``cmpl-…-0-1a2b3c4d``); None where there is none, or the request only frees what another one left."""
+    found = _TAGGED_ID.search(request)
+    if found is not None:
+        return found[1], "decode" if "___decode_addr_" in request[: found.start(1)] else "prefill"
+    found = _PLAIN_ID.search(request)
+    if found is None or found[1] == "free-":
+        return None
+    return found[2], "prefill" if found[1] else "decode"
+
+
+def answer_lines(receipt: Receipt) -> bytes:
+    """The fields that the router adds to every answer on an inference route, as they are written: what is known when
+    they leave."""
+    lines = f"x-request-id: {receipt.client_request_id or receipt.id}\r\nx-antiphon-receipt: {receipt.id}\r\n"
     if receipt.path:
-        fields.append((b"x-antiphon-path", receipt.path.encode()))
-        fields.append((b"x-antiphon-reason", receipt.reason.encode()))
+        lines += f"x-antiphon-path: {receipt.path}\r\nx-antiphon-reason: {receipt.reason}\r\n"
     if receipt.prefill is not None:
-        fields.append((b"x-antiphon-prefill", receipt.prefill.encode()))
+        lines += f"x-antiphon-prefill: {receipt.prefill}\r\n"
     if receipt.decode is not None:
-        fields.append((b"x-antiphon-decode", receipt.decode.encode()))
+        lines += f"x-antiphon-decode: {receipt.decode}\r\n"
     if receipt.prefill_ms is not None:
-        fields.append((b"x-antiphon-prefill-ms", b"%.1f" % receipt.prefill_ms))
-    return fields
+        lines += f"x-antiphon-prefill-ms: {receipt.prefill_ms:.1f}\r\n"
+    return lines.encode("latin-1")

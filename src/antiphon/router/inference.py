@@ -14,17 +14,17 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass, field
+from typing import NoReturn
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConnectFailed, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
 from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.body import Body, Buffer, scan
-from antiphon.protocol.handoff import PrefillAnswer, drain_fields, prefill_fields, read_prefill_answer
+from antiphon.protocol.handoff import REPLACED, decode_body, drain_fields, prefill_body, read_prefill_answer
 from antiphon.protocol.openai import error_events
 from antiphon.router.engines import Engines
-from antiphon.router.headers import answer_headers, engine_request_id, forwarded_headers
+from antiphon.router.headers import answer_lines, engine_request_id, forwarded_headers
 from antiphon.router.refusals import (
     handover_timeout,
     kind_of,
@@ -34,33 +34,43 @@ from antiphon.router.refusals import (
     stopping,
     unavailable,
 )
-from antiphon.router.relay import Relay
+from antiphon.router.relay import Relay, RelayTimes
 from antiphon.routing.lifecycle import RequestLife, Stage
 from antiphon.routing.path import SINGLE_STAGE, choose_path
 from antiphon.routing.registry import Endpoint, EndpointRegistry, Role
-from antiphon.transport.http.client import HttpCall, HttpClientConnection, request_head
-from antiphon.transport.http.message import HttpRequest, HttpResponse
+from antiphon.transport.http.client import HttpCall, HttpClientConnection
+from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lines
 from antiphon.transport.http.server import Responder
 
 log = logging.getLogger("antiphon.router")
+
+
+# To look up a member of an Enum takes several calls: here they are plain names.
+_PREFILLING, _HANDING_OVER, _DECODING = Stage.PREFILLING, Stage.HANDING_OVER, Stage.DECODING
+_COMPLETED, _CANCELLED = Stage.COMPLETED, Stage.CANCELLED
+
+_JOIN_MAX_BYTES = 65_536
+"""A request up to this size is written as one piece, which costs less than several."""
 
 
 class ClientLeft(Exception):
     """The client closed its connection before its answer was complete."""
 
 
-@dataclass(slots=True)
 class Flight:
     """One request in progress."""
 
-    request: HttpRequest
-    responder: Responder
-    receipt: Receipt
-    life: RequestLife
-    prefill_call: HttpCall | None = None
-    relay: Relay | None = None
-    forwarded: list[tuple[bytes, bytes]] = field(default_factory=list)
-    client_left: bool = False
+    def __init__(self, request: HttpRequest, responder: Responder, receipt: Receipt, life: RequestLife) -> None:
+        self.request = request
+        self.responder = responder
+        self.receipt = receipt
+        self.life = life
+        self.forwarded = field_lines(forwarded_headers(request))
+        self.client_left = False
+        self.prefill_call: HttpCall | None = None
+        self.relay: Relay | None = None
+        self.params: bytes | None = None
+        """The handle of the prefill's KV, raw JSON: whoever has it must let a decode engine pull it."""
 
 
 class Inference:
@@ -74,7 +84,13 @@ class Inference:
         metrics: RouterMetrics,
         receipts: ReceiptRing,
     ) -> None:
-        self._spec = spec
+        # Read once: the fields of a spec are slow to read.
+        self._is_split = spec.vllm_pd_disaggregation
+        self._is_tagged = spec.request_id_tag
+        self._prefill_timeout_s = spec.prefill_timeout_s
+        self._handover_timeout_s = spec.handover_timeout_s
+        self._relay_times = RelayTimes(spec)
+        self._logs_access = spec.access_log
         self._registry = registry
         self._engines = engines
         self._metrics = metrics
@@ -85,11 +101,11 @@ class Inference:
 
     async def serve(self, request: HttpRequest, responder: Responder, *, may_split: bool) -> None:
         """Answer one POST on an inference route; ``may_split`` is false for routes that one engine serves alone."""
-        now = self._clock()
-        client_id = request.header(b"x-request-id")
+        client_id = request.first.get(b"x-request-id")
         receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
-        receipt.client_request_id = None if client_id is None else client_id.decode("latin-1")
-        flight = Flight(request, responder, receipt, RequestLife(now), forwarded=forwarded_headers(request))
+        if client_id is not None:
+            receipt.client_request_id = client_id.decode("latin-1")
+        flight = Flight(request, responder, receipt, RequestLife(self._clock()))
         self._receipts.add(receipt)
         self.num_active += 1
         responder.on_disconnect = lambda: self._client_left(flight)
@@ -98,6 +114,8 @@ class Inference:
         try:
             await self._serve(flight, may_split=may_split)
         except RequestRefused as refusal:
+            if flight.params is not None and flight.life.holds_prefill_blocks:
+                self._metrics.handovers_abandoned.inc()
             self._fail(flight, refusal)
         except ClientLeft:
             self._close(flight, Stage.CANCELLED)
@@ -113,13 +131,53 @@ class Inference:
                 self._close(flight, Stage.FAILED)
 
     async def _serve(self, flight: Flight, *, may_split: bool) -> None:
+        """The way of a request. What waits is awaited here, so that going on after a wait passes few frames."""
+        body = self._read(flight, may_split=may_split)
+        if flight.receipt.path == "pd":
+            endpoint = self._pick("prefill")
+            connection = self._engines.pool(endpoint).acquire_nowait()
+            if connection is None:
+                endpoint, connection = await self._connect(endpoint, flight)
+            call = self._start_prefill(flight, endpoint, connection, body)
+            try:
+                response = await call
+            finally:
+                self._end_prefill(flight, endpoint, call)
+            if not self._hand_over(flight, endpoint, response):
+                return
+        endpoint = self._pick("decode")
+        connection = self._engines.pool(endpoint).acquire_nowait()
+        if connection is None:
+            endpoint, connection = await self._connect(endpoint, flight)
+        if flight.params is not None:
+            self._check_lease(flight, endpoint, connection)
+            if flight.client_left:
+                await self._drain(flight, endpoint, connection, body)
+        relay = self._start_decode(flight, endpoint, connection, body)
         try:
-            body = scan(flight.request.body)
+            await relay
+        finally:
+            relay.close()
+            self._registry.release(endpoint)
+        self._note(flight, relay)
+        self._judge(flight, endpoint, relay)
+        if flight.params is not None and 400 <= relay.status < 500:
+            await self._free(flight, body, flight.params)
+
+    def _read(self, flight: Flight, *, may_split: bool) -> Body:
+        """Read the body and choose the path.
+
+        Raises:
+            RequestRefused: the body cannot be served, or no engine can.
+            ClientLeft: the client left before this began.
+        """
+        try:
+            body = scan(flight.request.body, REPLACED)
         except ProtocolError as error:
             raise RequestRefused(error.message, code="invalid_json") from None
-        receipt = flight.receipt
-        receipt.stream = body.get("stream") == b"true"
-        if body.get("kv_transfer_params") not in (None, b"null"):
+        receipt, values = flight.receipt, body.values
+        receipt.stream = "stream" in values and body.get("stream") == b"true"
+        if "kv_transfer_params" in values and body.get("kv_transfer_params") != b"null":
             raise RequestRefused(
                 "kv_transfer_params is set by the router and cannot be sent by a client",
                 code="kv_transfer_params_refused",
@@ -128,38 +186,59 @@ class Inference:
         choice = SINGLE_STAGE
         if may_split:
             choice = choose_path(
-                body.get,
-                is_enabled=self._spec.vllm_pd_disaggregation,
+                values,
+                is_enabled=self._is_split,
                 has_prefill_pool=bool(self._registry.pools["prefill"]),
             )
         receipt.path, receipt.reason = choice.path, choice.reason
-        if self._registry.num_usable("decode") == 0:
+        if not self._registry.has_usable("decode"):
             raise unavailable("decode")  # before any work
         if choice.path == "local":
-            self._metrics.path("local", choice.reason).inc()
-            await self._decode(flight)
-            return
-        answer = await self._prefill(flight, body)
-        if answer is None:
-            return
-        if answer.kv_transfer_params is None:
-            # Right, but not what was asked for: it shows in the header, the receipt and the metric.
-            receipt.reason = "no_handle"
-            receipt.error = "the prefill engine returned no kv_transfer_params: the decode engine computed the prompt"
-        self._metrics.path("pd", receipt.reason).inc()
-        await self._hand_over(flight, body, answer)
+            self._metrics.paths.count("local", choice.reason)
+        if flight.client_left:
+            raise ClientLeft
+        return body
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, flight: Flight, body: Body) -> PrefillAnswer | None:
-        """Run the prefill; None if the engine refused the request as invalid, which is then the client's answer."""
-        endpoint, connection = await self._connect("prefill", flight)
-        response = await self._call_prefill(flight, endpoint, connection, body.splice(prefill_fields(body)))
-        if 400 <= response.status < 500:
-            flight.receipt.error = f"the prefill engine refused the request with {response.status}"
-            self._pass_on(flight, response)
-            return None
+    def _start_prefill(
+        self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, body: Body
+    ) -> HttpCall:
+        receipt = flight.receipt
+        request_id = engine_request_id(receipt.id, endpoint.address, None, tagged=self._is_tagged)
+        flight.life.enter(_PREFILLING, self._clock())
+        receipt.prefill = endpoint.address
+        buffers = self._buffers(flight, endpoint, request_id, prefill_body(body))
+        self._enter_engine(endpoint)
+        call = HttpCall(connection, self._prefill_timeout_s)
+        flight.prefill_call = call
+        call.start(buffers)
+        return call
+
+    def _end_prefill(self, flight: Flight, endpoint: Endpoint, call: HttpCall) -> None:
+        """The prefill has been answered, has failed, or is given up."""
+        self._registry.release(endpoint)
+        flight.prefill_call = None
+        if isinstance(call.failure, UpstreamError):
+            self._metrics.engine_error("prefill", endpoint.address, kind_of(call.failure))
+        if not call.is_resolved:
+            call.abort(ClientLeft())
+
+    def _hand_over(self, flight: Flight, endpoint: Endpoint, response: HttpResponse) -> bool:
+        """Take the prefill's answer; false if the engine refused the request as invalid: that is the client's answer.
+
+        Raises:
+            RequestRefused, UpstreamGarbage: it is no answer to go on with.
+        """
+        receipt, life, now = flight.receipt, flight.life, self._clock()
+        seconds = now - life.times[_PREFILLING]
+        receipt.prefill_ms = seconds * 1000
+        self._metrics.prefill_seconds.observe(seconds)
         if response.status != 200:
+            if 400 <= response.status < 500:
+                receipt.error = f"the prefill engine refused the request with {response.status}"
+                self._pass_on(flight, response)
+                return False
             self._metrics.engine_error("prefill", endpoint.address, "status")
             raise status_refusal(response.status, "prefill")
         try:
@@ -167,107 +246,67 @@ class Inference:
         except ProtocolError as error:
             self._metrics.engine_error("prefill", endpoint.address, "garbage")
             raise UpstreamGarbage(error.message) from error
-        flight.life.enter(Stage.HANDING_OVER, self._clock())
-        flight.receipt.prompt_tokens = answer.prompt_tokens
-        if answer.prompt_tokens is not None and answer.cached_tokens is not None:
-            computed = answer.prompt_tokens - answer.cached_tokens
-            flight.receipt.tokens_by_source = {"device": answer.cached_tokens, "computed": computed}
-        return answer
-
-    async def _call_prefill(
-        self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, pieces: list[Buffer]
-    ) -> HttpResponse:
-        request_id = engine_request_id(flight.receipt.id, endpoint.address, None, tagged=self._spec.request_id_tag)
-        began = self._clock()
-        flight.life.enter(Stage.PREFILLING, began)
-        flight.receipt.prefill = endpoint.address
-        buffers = self._buffers(flight, endpoint, request_id, pieces)
-        pool = self._engines.pool(endpoint)
-        self._enter_engine(endpoint)
-        call = pool.call(connection, buffers, timeout_s=self._spec.prefill_timeout_s)
-        flight.prefill_call = call
-        try:
-            response = await call.done
-        except UpstreamError as error:
-            self._metrics.engine_error("prefill", endpoint.address, kind_of(error))
-            raise
-        finally:
-            self._registry.release(endpoint)
-            flight.prefill_call = None
-            call.abort(ClientLeft())
-        seconds = self._clock() - began
-        flight.receipt.prefill_ms = seconds * 1000
-        self._metrics.prefill_seconds.observe(seconds)
-        return response
+        life.enter(_HANDING_OVER, now)
+        receipt.prompt_tokens, receipt.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        flight.params = answer.kv_transfer_params
+        if flight.params is None:
+            # Right, but not what was asked for: it shows in the header, the receipt and the metric.
+            receipt.reason = "no_handle"
+            receipt.error = "the prefill engine returned no kv_transfer_params: the decode engine computed the prompt"
+        self._metrics.paths.count("pd", receipt.reason)
+        return True
 
     # -- decode -----------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, flight: Flight, body: Body, answer: PrefillAnswer) -> None:
-        """Send the request on to a decode engine, with what the prefill engine answered."""
-        params = answer.kv_transfer_params
-        if params is None:
-            await self._decode(flight)
-            return
-        try:
-            endpoint, connection = await self._connect("decode", flight)
-        except RequestRefused:
-            self._metrics.handovers_abandoned.inc()
-            raise
-        if self._clock() - flight.life.times[Stage.HANDING_OVER] > self._spec.handover_timeout_s:
-            # Its blocks may hold other requests' KV by now, and a pull would read that with no error.
+    def _check_lease(self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection) -> None:
+        """Refuse to pull blocks that may hold other requests' KV by now: the pull would read that with no error."""
+        if self._clock() - flight.life.times[_HANDING_OVER] > self._handover_timeout_s:
             self._engines.pool(endpoint).give_back(connection)
-            self._metrics.handovers_abandoned.inc()
             raise handover_timeout()
-        if flight.client_left:
-            await self._drain(flight, endpoint, connection, body.splice(drain_fields(body, params)))
+
+    def _start_decode(self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, body: Body) -> Relay:
+        """Let a decode engine answer: from the prefill's KV if there is a handle, else from the prompt.
+
+        Raises:
+            ClientLeft: the client left, and there is no handle whose KV must be pulled.
+        """
+        params = flight.params
+        if params is not None:
+            pieces = decode_body(body, params)
         else:
-            relay = await self._relay(flight, endpoint, connection, body.splice({"kv_transfer_params": params}))
-            self._judge(flight, endpoint, relay)
-            if 400 <= relay.status < 500:
-                await self._free(flight, body, params)
+            if flight.client_left:
+                self._engines.pool(endpoint).give_back(connection)
+                raise ClientLeft
+            pieces = [flight.request.body]
+        buffers = self._decode_buffers(flight, endpoint, pieces)
+        relay = Relay(flight.responder, connection, self._relay_times, flight.receipt, has_handle=params is not None)
+        flight.relay = relay
+        self._enter_engine(endpoint)
+        relay.start(buffers)
+        return relay
 
-    async def _decode(self, flight: Flight) -> None:
-        """Let one decode engine serve the whole request."""
-        endpoint, connection = await self._connect("decode", flight)
-        if flight.client_left:
-            self._engines.pool(endpoint).give_back(connection)
-            raise ClientLeft
-        relay = await self._relay(flight, endpoint, connection, [flight.request.body])
-        self._judge(flight, endpoint, relay)
-
-    async def _relay(
-        self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, pieces: list[Buffer]
-    ) -> Relay:
-        """Let a decode engine answer, and note what was seen of it.
+    def _note(self, flight: Flight, relay: Relay) -> None:
+        """Note what was seen of a decode engine's answer.
 
         Raises:
             ClientLeft: the client left meanwhile.
         """
-        receipt = flight.receipt
-        handing_over_since = flight.life.times.get(Stage.HANDING_OVER)
-        buffers = self._decode_buffers(flight, endpoint, pieces)
-        has_handle = handing_over_since is not None and receipt.reason != "no_handle"
-        relay = Relay(flight.responder, connection, self._spec, receipt, has_handle=has_handle)
-        flight.relay = relay
-        self._enter_engine(endpoint)
-        try:
-            await relay.run(buffers)
-        finally:
-            self._registry.release(endpoint)
-        first = relay.first_byte_s
+        receipt, life = flight.receipt, flight.life
         receipt.num_events = relay.num_pieces
-        receipt.status = relay.status or None
+        if relay.status:
+            receipt.status = relay.status
+        first = relay.first_byte_s
         if first is not None and relay.is_stream:
-            receipt.first_token_ms = (first - flight.life.began_s) * 1000
-            self._metrics.time_to_first_token_seconds.observe(first - flight.life.began_s)
+            receipt.first_token_ms = (first - life.began_s) * 1000
+            self._metrics.time_to_first_token_seconds.observe(first - life.began_s)
+            handing_over_since = life.times.get(_HANDING_OVER)
             if handing_over_since is not None:
                 receipt.handover_ms = (first - handing_over_since) * 1000
                 self._metrics.handover_seconds.observe(first - handing_over_since)
-        if has_handle:
+        if flight.params is not None:
             self._count_handover(relay)
         if relay.client_left:
             raise ClientLeft
-        return relay
 
     def _count_handover(self, relay: Relay) -> None:
         """Count what became of the KV where it is not an ordinary answer: pulled for nobody, or not pulled at all."""
@@ -293,12 +332,14 @@ class Inference:
                 raise status_refusal(relay.status, "decode")
             self._close(flight, Stage.FAILED)
         else:
-            self._close(flight, Stage.COMPLETED)
+            self._close(flight, _COMPLETED)
 
     async def _drain(
-        self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, pieces: list[Buffer]
-    ) -> None:
+        self, flight: Flight, endpoint: Endpoint, connection: HttpClientConnection, body: Body
+    ) -> NoReturn:
         """The client has left after the prefill answered: let a decode engine pull the KV, so that it is freed."""
+        assert flight.params is not None
+        pieces = body.splice(drain_fields(body, flight.params))
         await self._pull(endpoint, connection, self._decode_buffers(flight, endpoint, pieces))
         raise ClientLeft
 
@@ -311,21 +352,19 @@ class Inference:
         salt = b'"antiphon-free-%b"' % flight.receipt.id.encode()
         pieces = body.splice(drain_fields(body, params) | {"cache_salt": salt})
         try:
-            endpoint, connection = await self._connect("decode", flight)
+            endpoint, connection = await self._connect(self._pick("decode"), flight)
         except RequestRefused:
             self._metrics.handovers_abandoned.inc()
             return
-        await self._pull(
-            endpoint, connection, self._buffers(flight, endpoint, f"free-{flight.receipt.id}".encode(), pieces)
-        )
+        await self._pull(endpoint, connection, self._buffers(flight, endpoint, f"free-{flight.receipt.id}", pieces))
 
     async def _pull(self, endpoint: Endpoint, connection: HttpClientConnection, buffers: list[Buffer]) -> None:
         """Send a decode request whose answer nobody wants; counts what became of the KV."""
-        pool = self._engines.pool(endpoint)
         self._enter_engine(endpoint)
-        call = pool.call(connection, buffers, timeout_s=self._spec.handover_timeout_s)
+        call = HttpCall(connection, self._handover_timeout_s)
+        call.start(buffers)
         try:
-            response = await call.done
+            response = await call
         except UpstreamError as error:
             self._metrics.engine_error("decode", endpoint.address, kind_of(error))
             self._metrics.handovers_abandoned.inc()
@@ -339,16 +378,27 @@ class Inference:
     def _decode_buffers(self, flight: Flight, endpoint: Endpoint, pieces: list[Buffer]) -> list[Buffer]:
         """The decode request, and the note of it in the receipt."""
         receipt = flight.receipt
-        request_id = engine_request_id(receipt.id, receipt.prefill, endpoint.address, tagged=self._spec.request_id_tag)
+        request_id = engine_request_id(receipt.id, receipt.prefill, endpoint.address, tagged=self._is_tagged)
         receipt.decode = endpoint.address
-        receipt.engine_request_id = request_id.decode("latin-1")
-        flight.life.enter(Stage.DECODING, self._clock())
+        receipt.engine_request_id = request_id
+        flight.life.enter(_DECODING, self._clock())
         return self._buffers(flight, endpoint, request_id, pieces)
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
-    async def _connect(self, role: Role, flight: Flight) -> tuple[Endpoint, HttpClientConnection]:
-        """An engine of a pool and a connection to it; one that refuses is passed over, since no byte was written.
+    def _pick(self, role: Role, refused: frozenset[Endpoint] = frozenset()) -> Endpoint:
+        """An engine of a pool, none of ``refused``.
+
+        Raises:
+            RequestRefused: 503, no engine of the pool can be reached.
+        """
+        endpoint = self._registry.pick(role, refused)
+        if endpoint is None:
+            raise unavailable(role)
+        return endpoint
+
+    async def _connect(self, endpoint: Endpoint, flight: Flight) -> tuple[Endpoint, HttpClientConnection]:
+        """A connection to ``endpoint``, or to another engine of its pool if it refuses: no byte was written.
 
         Raises:
             RequestRefused: 503, no engine of the pool can be reached.
@@ -356,13 +406,11 @@ class Inference:
         """
         refused: frozenset[Endpoint] = frozenset()
         while True:
-            endpoint = self._registry.pick(role, refused)
-            if endpoint is None:
-                raise unavailable(role)
             try:
                 connection = await self._engines.connect(endpoint)
             except ConnectFailed:
                 refused |= {endpoint}
+                endpoint = self._pick(endpoint.role, refused)
                 continue
             if flight.client_left and not flight.life.holds_prefill_blocks:
                 self._engines.pool(endpoint).give_back(connection)
@@ -384,24 +432,26 @@ class Inference:
     def _enter_engine(self, endpoint: Endpoint) -> None:
         """Count a request that goes to an engine; the registry's ``release`` follows when it has ended there."""
         self._registry.acquire(endpoint)
-        self._metrics.engine_request(endpoint.role, endpoint.address).inc()
+        self._metrics.engine_requests.count(endpoint.role, endpoint.address)
 
-    def _buffers(self, flight: Flight, endpoint: Endpoint, request_id: bytes, pieces: list[Buffer]) -> list[Buffer]:
-        """A request to an engine: its head, then the pieces of its body."""
-        fields = [*flight.forwarded, (b"x-request-id", request_id)]
-        length = sum(len(piece) for piece in pieces)
-        authority = self._engines.pool(endpoint).authority
-        return [request_head("POST", flight.request.target, authority, fields, length=length), *pieces]
+    def _buffers(self, flight: Flight, endpoint: Endpoint, request_id: str, pieces: list[Buffer]) -> list[Buffer]:
+        """A request to an engine: its head and the pieces of its body, as few as is cheap."""
+        length = sum(map(len, pieces))
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            flight.request.target.encode("latin-1"),
+            endpoint.address.encode("latin-1"),
+            flight.forwarded,
+            request_id.encode("latin-1"),
+            length,
+        )
+        return [b"".join([head, *pieces])] if length <= _JOIN_MAX_BYTES else [head, *pieces]
 
     def _pass_on(self, flight: Flight, response: HttpResponse) -> None:
         """An engine's own refusal of a request is the client's answer."""
         flight.receipt.status = response.status
-        headers = answer_headers(flight.receipt)
-        for name in (b"content-type", b"retry-after"):
-            value = response.header(name)
-            if value is not None:
-                headers.append((name, value))
-        flight.responder.send(response.status, headers, response.body)
+        passed_on = [field for field in response.headers if field[0] in (b"content-type", b"retry-after")]
+        lines = answer_lines(flight.receipt) + field_lines(passed_on)
+        flight.responder.send(response.status, lines, response.body)
         self._close(flight, Stage.COMPLETED)
 
     def _fail(self, flight: Flight, refusal: RequestRefused) -> None:
@@ -414,7 +464,7 @@ class Inference:
         responder = flight.responder
         if not responder.started:
             receipt.status = refusal.status
-            send_refusal(responder, refusal, answer_headers(receipt))
+            send_refusal(responder, refusal, answer_lines(receipt))
         elif not responder.finished:
             if flight.relay is not None and flight.relay.is_stream:
                 flight.relay.break_off(error_events(refusal.message, status=refusal.status))
@@ -429,11 +479,11 @@ class Inference:
         flight.life.enter(outcome, now)
         flight.responder.on_disconnect = None
         receipt = flight.receipt
-        receipt.outcome = outcome.value
+        receipt.outcome = word = outcome.word
         receipt.total_ms = (now - flight.life.began_s) * 1000
-        if outcome is Stage.CANCELLED:
+        if outcome is _CANCELLED:
             receipt.status = None
-        self._metrics.request(receipt.route, receipt.path or "none", outcome.value, receipt.status or 0).inc()
+        self._metrics.requests.count(receipt.route, receipt.path or "none", word, receipt.status or 0)
         self._metrics.request_seconds.observe(now - flight.life.began_s)
-        if self._spec.access_log:
+        if self._logs_access:
             log.info("%s", receipt.as_dict())

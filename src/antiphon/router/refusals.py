@@ -86,10 +86,11 @@ def status_refusal(status: int, role: Role) -> RequestRefused:
     )
 
 
-def send_refusal(responder: Responder, refusal: RequestRefused, headers: list[tuple[bytes, bytes]]) -> None:
-    """Answer with an OpenAI-shaped error; 429 and 503 say when to come back."""
+def send_refusal(responder: Responder, refusal: RequestRefused, lines: bytes = b"") -> None:
+    """Answer with an OpenAI-shaped error, and further header fields as they are written; 429 and 503 say when to come
+    back."""
     body = error_body(refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code, param=refusal.param)
-    fields = [*headers, (b"content-type", JSON)]
+    lines += b"content-type: %b\r\n" % JSON
     if refusal.status in (429, 503):
-        fields.append((b"retry-after", b"%d" % RETRY_AFTER_S))
-    responder.send(refusal.status, fields, body)
+        lines += b"retry-after: %d\r\n" % RETRY_AFTER_S
+    responder.send(refusal.status, lines, body)

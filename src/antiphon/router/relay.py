@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import UpstreamError, UpstreamLost, UpstreamTimeout
 from antiphon.observe.receipt import Receipt
+from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM, JSON, error_events
-from antiphon.router.headers import answer_headers, returned_headers
+from antiphon.router.headers import answer_lines, returned_lines
 from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
 from antiphon.transport.http.server import Responder
+from antiphon.transport.http.strand import Promise
 
 _EVENT_MAX_BYTES = 8_388_608
 """An event larger than this is passed on in pieces."""
@@ -29,7 +32,17 @@ _END_OF_EVENT = b"\n\n"
 _ERROR_EVENT = _END_OF_EVENT + b'data: {"error"'
 
 
-class Relay:
+class RelayTimes:
+    """The deadlines of relays, in seconds, read from the spec once: its fields are slow to read."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self.first_token_s = spec.first_token_timeout_s
+        self.idle_s = spec.idle_timeout_s
+        self.abort_grace_s = spec.abort_grace_s
+        self.first_look_s = min(spec.first_token_timeout_s, spec.idle_timeout_s)
+
+
+class Relay(Promise[None]):
     """One answer on its way. A :class:`~antiphon.transport.http.client.ResponseSink`.
 
     Args:
@@ -40,27 +53,12 @@ class Relay:
         self,
         responder: Responder,
         connection: HttpClientConnection,
-        spec: RouterSpec,
+        times: RelayTimes,
         receipt: Receipt,
         *,
         has_handle: bool,
     ) -> None:
-        self._responder = responder
-        self._connection = connection
-        self._spec = spec
-        self._receipt = receipt
-        self._has_handle = has_handle
-        self._loop = connection.loop
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._whole: list[bytes] = []
-        self._whole_bytes = 0
-        self._pending: list[bytes] = []
-        self._tail = b""
-        self._last = self._last_but_one = b""
-        self._began_s = self._last_byte_s = time.monotonic()
-        self._is_paused = False
+        super().__init__()
         self.status = 0
         self.is_stream = False
         self.first_byte_s: float | None = None
@@ -70,29 +68,42 @@ class Relay:
         self.has_error_event = False
         """The engine's stream is complete and says that the answer is not."""
         self.error: UpstreamError | None = None
+        self._responder = responder
+        self._connection = connection
+        self._times = times
+        self._receipt = receipt
+        self._has_handle = has_handle
+        self._timer: asyncio.TimerHandle | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._whole: bytes | bytearray = b""
+        self._pending: list[bytes] = []
+        self._tail = b""
+        self._last = self._last_but_one = b""
+        self._is_paused = False
+        self._began_s = self._last_byte_s = time.monotonic()
 
-    async def run(self, buffers: list[bytes | bytearray | memoryview]) -> None:
-        """Send the request and relay the answer; returns when the relay has ended, never raises an engine's failure."""
+    def start(self, buffers: Sequence[Buffer]) -> None:
+        """Send the request. Awaiting the relay then waits for its end, and never raises an engine's failure; whether it
+        has come to its end or not, :meth:`close` follows."""
         responder = self._responder
         responder.on_stall, responder.on_resume = self._pause, self._resume
-        self._arm(min(self._spec.first_token_timeout_s, self._spec.idle_timeout_s))
-        self._connection.start(buffers, self)
+        self._connection.start(buffers, self, self._times.first_look_s)
         if responder.is_stalled:  # with what was written before this request
             self._pause()
-        try:
-            await self._over
-        finally:
-            responder.on_stall = responder.on_resume = None
-            if self._timer is not None:
-                self._timer.cancel()
-            if not self._over.done() or self._over.cancelled():
-                self._connection.abort()
+
+    def close(self) -> None:
+        """Let go of the client and the connection; a relay that has not ended is cut."""
+        self._responder.on_stall = self._responder.on_resume = None
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.is_resolved:
+            self._connection.abort()
 
     def leave(self) -> None:
         """The client has left: stop, but not before the engine is sure to have admitted a request with a handle."""
         self.client_left = True
         self.left_before_first_byte = self.first_byte_s is None
-        held_until = self._began_s + self._spec.abort_grace_s
+        held_until = self._began_s + self._times.abort_grace_s
         if self._has_handle and self.first_byte_s is None and time.monotonic() < held_until:
             self._arm(held_until - time.monotonic())
         else:
@@ -152,9 +163,8 @@ class Relay:
         elif self.status >= 500 and not self._is_json:
             self._end(None)  # the caller answers
         else:
-            fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
             self.num_pieces = 1
-            self._responder.send(self.status, fields, b"".join(self._whole))
+            self._responder.send(self.status, self._lines(), self._whole)
             self._end(None)
 
     def on_lost(self, error: UpstreamError) -> None:
@@ -171,6 +181,9 @@ class Relay:
                 words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
                 self._responder.end(rest + error_events(f"{words} before the answer was complete", status=status))
         self._end(error)
+
+    def on_timeout(self) -> None:
+        self._check()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -189,8 +202,11 @@ class Relay:
         self._end(None)
 
     def _start_stream(self) -> None:
-        fields = [*returned_headers(self._headers), *answer_headers(self._receipt)]
-        self._responder.start_stream(self.status, fields)
+        self._responder.start_stream(self.status, self._lines())
+
+    def _lines(self) -> bytes:
+        """The header fields for the client."""
+        return returned_lines(self._headers) + answer_lines(self._receipt)
 
     def _whole_events(self) -> bytes:
         """Take what has arrived, up to the end of the last whole event; the rest is kept for later."""
@@ -214,35 +230,39 @@ class Relay:
         if self._responder.started:
             self._responder.write(data)
             return
-        self._whole.append(data)
-        self._whole_bytes += len(data)
-        if self._whole_bytes > BODY_MAX_BYTES:
+        if not self._whole:
+            self._whole = data
+        elif isinstance(self._whole, bytearray):
+            self._whole += data
+        else:
+            self._whole = bytearray(self._whole) + data
+        if len(self._whole) > BODY_MAX_BYTES:
             self._start_stream()
-            self._responder.write(b"".join(self._whole))
-            self._whole.clear()
+            self._responder.write(bytes(self._whole))
+            self._whole = b""
 
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(delay_s, self._check)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
 
     def _check(self) -> None:
         """A deadline may have passed: the grace after the client left, the first byte, or the gap between two bytes."""
-        if self._over.done():
+        if self.is_resolved:
             return
         now = time.monotonic()
         if self.client_left:
             self._stop()
             return
         if self._is_paused:
-            due = now + self._spec.idle_timeout_s
+            due = now + self._times.idle_s
         elif self.first_byte_s is None:
-            due = self._began_s + self._spec.first_token_timeout_s
+            due = self._began_s + self._times.first_token_s
         else:
-            due = self._last_byte_s + self._spec.idle_timeout_s
+            due = self._last_byte_s + self._times.idle_s
         if now < due:
             # The first byte may come at any time, and from then on the next one is due sooner.
-            self._arm(min(due - now, self._spec.idle_timeout_s))
+            self._arm(min(due - now, self._times.idle_s))
             return
         self._connection.abort()
         stage = "first token" if self.first_byte_s is None else "next token"
@@ -258,11 +278,11 @@ class Relay:
         self._connection.resume()
 
     def _stop(self) -> None:
-        if not self._over.done():  # else the connection may be serving another request
+        if not self.is_resolved:  # else the connection may be serving another request
             self._connection.abort()
             self._end(None)
 
     def _end(self, error: UpstreamError | None) -> None:
-        if not self._over.done():
+        if not self.is_resolved:
             self.error = error
-            self._over.set_result(None)
+            self.resolve(None)

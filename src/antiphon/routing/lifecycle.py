@@ -17,6 +17,12 @@ from enum import Enum
 class Stage(Enum):
     """Where a request is."""
 
+    __hash__ = object.__hash__  # its members are single objects, and Enum's own hash is a call into Python
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        """The value again: Enum's ``value`` is two calls into Python."""
+
     RECEIVED = "received"
     PREFILLING = "prefilling"
     HANDING_OVER = "handing_over"

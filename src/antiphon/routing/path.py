@@ -7,7 +7,7 @@ prompt on the engine that answers, is served by a decode engine alone, and the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,21 +65,22 @@ _RULES: tuple[tuple[str, str, Callable[[bytes], bool]], ...] = (
     ("echo", "echo", _is_set),
     ("prompt_logprobs", "prompt_logprobs", _is_set),
 )
+_RARE_KEYS = frozenset(key for key, _, _ in _RULES if key != "prompt")
 _LOCAL = {reason: PathChoice("local", reason) for reason in REASONS}
 
 
-def choose_path(value_of: Callable[[str], bytes | None], *, is_enabled: bool, has_prefill_pool: bool) -> PathChoice:
+def choose_path(values: Mapping[str, bytes], *, is_enabled: bool, has_prefill_pool: bool) -> PathChoice:
     """The path of a completion or chat request.
 
     Args:
-        value_of: the raw JSON of a top-level key of the body, or None where it is absent.
+        values: the raw JSON of each top-level key of the body, as bytes or what ``bytes`` takes.
         is_enabled: whether P/D is on at all.
         has_prefill_pool: whether any prefill engine is configured.
     """
-    for key, reason, applies in _RULES:
-        value = value_of(key)
-        if value is not None and applies(value):
-            return _LOCAL[reason]
+    if not _RARE_KEYS.isdisjoint(values) or ("prompt" in values and _is_list_of_prompts(bytes(values["prompt"]))):
+        for key, reason, applies in _RULES:
+            if key in values and applies(bytes(values[key])):
+                return _LOCAL[reason]
     if not is_enabled:
         return _LOCAL["disabled"]
     if not has_prefill_pool:

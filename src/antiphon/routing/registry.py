@@ -12,7 +12,7 @@ waits or looks at a clock.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
@@ -29,6 +29,9 @@ class EndpointState(Enum):
     DOWN = "down"
 
 
+_DOWN = EndpointState.DOWN  # to look up a member of an Enum takes longer than to pick an endpoint
+
+
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """One engine as the router sees it."""
@@ -39,11 +42,11 @@ class Endpoint:
     num_failed_probes: int = 0
     num_active: int = 0
     """Requests that this router has in flight there."""
+    address: str = field(init=False)
+    """``host:port``."""
 
-    @property
-    def address(self) -> str:
-        """``host:port``."""
-        return self.url.removeprefix("http://")
+    def __post_init__(self) -> None:
+        self.address = self.url.removeprefix("http://")
 
     @property
     def is_usable(self) -> bool:
@@ -68,13 +71,21 @@ class EndpointRegistry:
     def pick(self, role: Role, avoid: frozenset[Endpoint] = frozenset()) -> Endpoint | None:
         """The next usable endpoint of a pool in turn, none of ``avoid``; None if there is none."""
         pool = self.pools[role]
-        for offset in range(len(pool)):
-            index = (self._turns[role] + offset) % len(pool)
+        index = self._turns[role]
+        for _ in pool:
             endpoint = pool[index]
-            if endpoint.is_usable and endpoint not in avoid:
-                self._turns[role] = index + 1
+            index = (index + 1) % len(pool)
+            if endpoint.state is not _DOWN and endpoint not in avoid:
+                self._turns[role] = index
                 return endpoint
         return None
+
+    def has_usable(self, role: Role) -> bool:
+        """Whether any endpoint of a pool may be picked."""
+        for endpoint in self.pools[role]:  # noqa: SIM110 - any() of a generator costs more than the answer
+            if endpoint.state is not _DOWN:
+                return True
+        return False
 
     def acquire(self, endpoint: Endpoint) -> None:
         """A request is about to be sent to ``endpoint``."""

@@ -1,8 +1,8 @@
 """The client side of HTTP/1.1: keep-alive connections to one engine, one exchange at a time on each.
 
 Owns upstream connections. An exchange delivers the response by callbacks, so that a streamed token costs one call and
-no task switch; :meth:`HttpPool.fetch` wraps that for whole responses. Retries nothing: what may be sent twice is the
-caller's knowledge.
+no task switch; :class:`HttpCall` and :meth:`HttpPool.fetch` wrap that for whole responses. Retries nothing: what may be
+sent twice is the caller's knowledge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import httptools
 
 from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
 from antiphon.protocol.body import Buffer
-from antiphon.transport.http.message import Headers, HttpResponse
+from antiphon.transport.http.deadlines import Deadlines
+from antiphon.transport.http.message import Fields, HttpResponse, field_lines
+from antiphon.transport.http.strand import Promise
 
 _IDLE_REUSE_MAX_S = 2.0
 """A connection idle for longer is not reused: an engine's server closes idle ones after 5 s (uvicorn's default), and a
@@ -28,9 +30,6 @@ _HEAD_MAX_BYTES = 131_072
 
 _OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """What a failed connect says of this machine rather than of the engine."""
-
-_JOIN_MAX_BYTES = 65_536
-"""A request up to this size is written as one piece, which costs less than several."""
 
 BODY_MAX_BYTES = 16_777_216
 """The largest whole answer that is taken from an engine: 16 MiB."""
@@ -54,6 +53,9 @@ class ResponseSink(Protocol):
     def on_lost(self, error: UpstreamError) -> None:
         """The response will not be complete."""
 
+    def on_timeout(self) -> None:
+        """The time given to the exchange has passed; it goes on, unless whoever hears this aborts it."""
+
 
 class HttpClientConnection(asyncio.Protocol):
     """One connection to an engine."""
@@ -64,6 +66,7 @@ class HttpClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._sink: ResponseSink | None = None
+        self._deadlines: Deadlines | None = None
         self._fields: list[tuple[bytes, bytes]] = []
         self._raw_head_bytes = 0
         self._has_head = False
@@ -80,16 +83,19 @@ class HttpClientConnection(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def start(self, buffers: Sequence[Buffer], sink: ResponseSink) -> None:
-        """Write a request (head and body) and deliver its response to ``sink``."""
+    def start(self, buffers: Sequence[Buffer], sink: ResponseSink, timeout_s: float | None = None) -> None:
+        """Write a request (head and body) and deliver its response to ``sink``, which is told once if that takes longer
+        than ``timeout_s``."""
         assert self._sink is None and self._transport is not None
         self._sink = sink
         self._has_head = False
         self._is_complete = False
-        self._ends_at_close = False
         self._raw_head_bytes = 0
-        if sum(map(len, buffers)) <= _JOIN_MAX_BYTES:
-            self._transport.write(b"".join(buffers))
+        if timeout_s is not None:
+            self._deadlines = deadlines = self._pool.deadlines(timeout_s)
+            deadlines.add(self)
+        if len(buffers) == 1:
+            self._transport.write(buffers[0])
         else:
             self._transport.writelines(buffers)
 
@@ -129,6 +135,12 @@ class HttpClientConnection(asyncio.Protocol):
             else:
                 self._lose(UpstreamLost("the engine closed the connection before its answer was complete"))
 
+    def expire(self) -> None:
+        """The time given to the exchange has passed."""
+        self._deadlines = None
+        if self._sink is not None:
+            self._sink.on_timeout()
+
     def on_message_begin(self) -> None:
         self._fields = []
         if self._is_complete:
@@ -136,20 +148,21 @@ class HttpClientConnection(asyncio.Protocol):
             self._keeps_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_head:  # what comes later are trailer fields, which nobody asked for
-            self._fields.append((name.lower(), value))
+        self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        parser, sink = self._parser, self._sink
+        parser, sink, fields = self._parser, self._sink, self._fields
         if sink is None or self._is_complete:
             return
         status = parser.get_status_code()
         if 100 <= status < 200:
             return  # an interim answer, such as 103: the real one follows
         self._has_head = True
-        self._keeps_alive = parser.should_keep_alive()
-        self._ends_at_close = not any(name in (b"content-length", b"transfer-encoding") for name, _ in self._fields)
-        sink.on_head(status, self._fields)
+        self._keeps_alive = keeps_alive = parser.should_keep_alive()
+        if not keeps_alive:
+            self._ends_at_close = not any(name in (b"content-length", b"transfer-encoding") for name, _ in fields)
+        self._fields = []  # what comes later are trailer fields, which nobody asked for
+        sink.on_head(status, fields)
 
     def on_body(self, data: bytes) -> None:
         if self._sink is not None and not self._is_complete:
@@ -174,10 +187,18 @@ class HttpClientConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection, without a word to the sink: whoever aborts knows."""
-        self._sink = None
+        self._forget_exchange()
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
+
+    def _forget_exchange(self) -> ResponseSink | None:
+        """The exchange is over; returns who must be told, if anybody."""
+        if self._deadlines is not None:
+            self._deadlines.remove(self)
+            self._deadlines = None
+        sink, self._sink = self._sink, None
+        return sink
 
     @property
     def is_open(self) -> bool:
@@ -185,10 +206,10 @@ class HttpClientConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def _end(self) -> None:
-        sink, self._sink = self._sink, None
+        sink = self._forget_exchange()
         if sink is None:
             return  # it aborted in the middle of the last piece
-        if self._keeps_alive and not self._ends_at_close and self.is_open:
+        if self._keeps_alive:  # false where the close is the answer's end
             if self._is_paused:
                 self.resume()  # the next exchange on it must be heard
             self._pool.give_back(self)
@@ -199,7 +220,7 @@ class HttpClientConnection(asyncio.Protocol):
         sink.on_end()
 
     def _lose(self, error: UpstreamError) -> None:
-        sink, self._sink = self._sink, None
+        sink = self._forget_exchange()
         self._pool.forget(self)
         if self._transport is not None:
             self._transport.abort()
@@ -207,66 +228,60 @@ class HttpClientConnection(asyncio.Protocol):
             sink.on_lost(error)
 
 
-class HttpCall:
-    """One request whose whole response is wanted: ``await call.done``.
+class HttpCall(Promise[HttpResponse]):
+    """One request whose whole response is wanted: await it. A :class:`ResponseSink`.
 
-    Not awaiting it leaves the connection in use until the response or :meth:`abort`.
+    Not awaiting it leaves the connection in use until the response or :meth:`abort`. Awaiting it raises what
+    :meth:`HttpPool.fetch` lists, or what :meth:`abort` was given.
     """
 
-    def __init__(self, connection: HttpClientConnection, timeout_s: float, body_max_bytes: int) -> None:
-        loop = connection.loop
-        self.done: asyncio.Future[HttpResponse] = loop.create_future()
-        self._connection = connection
-        self._body_max_bytes = body_max_bytes
-        self._timer = loop.call_later(timeout_s, self._expire, timeout_s)
-        self._is_over = False
-        self._status = 0
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    @property
-    def has_head(self) -> bool:
+    def __init__(
+        self, connection: HttpClientConnection, timeout_s: float, body_max_bytes: int = BODY_MAX_BYTES
+    ) -> None:
+        super().__init__()
+        self.has_head = False
         """Whether the answer has begun to arrive."""
-        return self._status != 0
+        self._body: bytes | bytearray = b""
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._body_max_bytes = body_max_bytes
+
+    def start(self, buffers: Sequence[Buffer]) -> None:
+        """Send the request."""
+        self._connection.start(buffers, self, self._timeout_s)
 
     def abort(self, error: Exception) -> None:
-        """Cut the connection and let ``done`` raise ``error``; nothing if the response has arrived."""
-        if not self._is_over:
+        """Cut the connection and let whoever waits see ``error``; nothing if the response has arrived."""
+        if not self.is_resolved:
             self._connection.abort()
-            self._finish(error)
+            self.fail(error)
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_head = True
         self._status, self._headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self._body_max_bytes:
+        body = self._body
+        if len(body) + len(data) > self._body_max_bytes:
             self.abort(UpstreamGarbage(f"the engine's answer is larger than {self._body_max_bytes} bytes"))
+        elif not body:
+            self._body = data
+        elif isinstance(body, bytearray):
+            body += data
         else:
-            self._pieces.append(data)
+            self._body = bytearray(body) + data
 
     def on_read_end(self) -> None:
         pass
 
     def on_end(self) -> None:
-        self._finish(HttpResponse(self._status, self._headers, b"".join(self._pieces)))
+        self.resolve(HttpResponse(self._status, self._headers, bytes(self._body)))
 
     def on_lost(self, error: UpstreamError) -> None:
-        self._finish(error)
+        self.fail(error)
 
-    def _finish(self, result: HttpResponse | Exception) -> None:
-        self._is_over = True
-        self._timer.cancel()
-        if self.done.done():  # whoever waited was cancelled
-            return
-        if isinstance(result, HttpResponse):
-            self.done.set_result(result)
-        else:
-            self.done.set_exception(result)
-
-    def _expire(self, timeout_s: float) -> None:
-        self.abort(UpstreamTimeout(f"no answer within {timeout_s:g} s"))
+    def on_timeout(self) -> None:
+        self.abort(UpstreamTimeout(f"no answer within {self._timeout_s:g} s"))
 
 
 class HttpPool:
@@ -286,6 +301,7 @@ class HttpPool:
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[HttpClientConnection] = deque()
         self._all: set[HttpClientConnection] = set()
+        self._deadlines: dict[float, Deadlines] = {}  # by the time given; a process gives a handful of times
         self._num_connecting = 0
         self.loop = asyncio.get_running_loop()
 
@@ -311,7 +327,22 @@ class HttpPool:
             return connection
         if self.is_full:
             raise OwnLimit("too many connections to this engine are open")
+        connecting = asyncio.create_task(self._connect())  # a time-out needs a task, and a strand is none
         self._num_connecting += 1
+        try:
+            connection = await connecting
+        except asyncio.CancelledError:
+            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+                connecting.result().abort()  # made, but nobody is left to use it
+            raise
+        finally:
+            self._num_connecting -= 1
+        if not connection.is_open:
+            raise ConnectFailed("the connection was closed as soon as it was made")
+        self._all.add(connection)
+        return connection
+
+    async def _connect(self) -> HttpClientConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await self.loop.create_connection(
@@ -322,11 +353,6 @@ class HttpPool:
         except OSError as error:
             kind = OwnLimit if error.errno in _OWN_LIMITS else ConnectFailed
             raise kind(f"no connection: {error.strerror or error}") from error
-        finally:
-            self._num_connecting -= 1
-        if not connection.is_open:
-            raise ConnectFailed("the connection was closed as soon as it was made")
-        self._all.add(connection)
         return connection
 
     @property
@@ -344,25 +370,20 @@ class HttpPool:
             UpstreamLost, UpstreamGarbage: the answer is missing, cut or unusable.
             UpstreamTimeout: no complete answer within ``timeout_s``.
         """
-        call = self.call(await self.acquire(), buffers, timeout_s=timeout_s, body_max_bytes=body_max_bytes)
+        call = HttpCall(await self.acquire(), timeout_s, body_max_bytes)
+        call.start(buffers)
         try:
-            return await call.done
+            return await call
         except asyncio.CancelledError:
             call.abort(UpstreamLost("cancelled"))
             raise
 
-    def call(
-        self,
-        connection: HttpClientConnection,
-        buffers: Sequence[Buffer],
-        *,
-        timeout_s: float,
-        body_max_bytes: int = BODY_MAX_BYTES,
-    ) -> HttpCall:
-        """Send one request on an acquired connection; its answer arrives in the call."""
-        call = HttpCall(connection, timeout_s, body_max_bytes)
-        connection.start(buffers, call)
-        return call
+    def deadlines(self, timeout_s: float) -> Deadlines:
+        """The deadlines of exchanges that are given ``timeout_s``."""
+        deadlines = self._deadlines.get(timeout_s)
+        if deadlines is None:
+            deadlines = self._deadlines[timeout_s] = Deadlines(self.loop, timeout_s)
+        return deadlines
 
     def give_back(self, connection: HttpClientConnection) -> None:
         """An exchange ended cleanly: the connection may be reused for a while."""
@@ -379,17 +400,16 @@ class HttpPool:
         """Cut every connection."""
         for connection in list(self._all):
             connection.abort()
+        for deadlines in self._deadlines.values():
+            deadlines.close()
 
     def statistics(self) -> dict[str, int]:
         """Counts now: ``open`` connections, of which ``idle``."""
         return {"open": len(self._all), "idle": len(self._idle)}
 
 
-def request_head(method: str, target: str, authority: str, headers: Headers, *, length: int | None) -> bytes:
+def request_head(method: str, target: str, authority: str, fields: Fields, *, length: int | None) -> bytes:
     """A request head from the request line to the empty line; ``length`` None leaves ``content-length`` out."""
-    parts = [f"{method} {target} HTTP/1.1\r\nhost: {authority}\r\n".encode("latin-1")]
-    parts.extend([name + b": " + value + b"\r\n" for name, value in headers])
-    if length is not None:
-        parts.append(b"content-length: %d\r\n" % length)
-    parts.append(b"\r\n")
-    return b"".join(parts)
+    end = b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length
+    line = f"{method} {target} HTTP/1.1\r\nhost: {authority}\r\n".encode("latin-1")
+    return b"%b%b%b" % (line, field_lines(fields), end)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 Headers = Sequence[tuple[bytes, bytes]]
 """Header fields in the order received; names lower-case, values without surrounding white space."""
 
+Fields = Headers | bytes
+"""Header fields, or the lines that they are written as, each with its line end."""
+
 REASONS = {
     100: b"Continue",
     200: b"OK",
@@ -72,25 +75,23 @@ class HttpLimits:
 class HttpRequest:
     """One request as it was received."""
 
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "query", "target", "version")
+    body: bytes | bytearray = b""
+    keep_alive = True
 
-    def __init__(self, method: str, target: bytes, version: str) -> None:
-        path, _, query = target.partition(b"?")
+    def __init__(
+        self, method: str, target: bytes, version: str, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
         self.method = method
         self.target = target.decode("latin-1")
-        self.path = path.decode("latin-1")
-        self.query = query.decode("latin-1")
+        self.path, _, self.query = self.target.partition("?")
         self.version = version
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.body: bytes | bytearray = b""
-        self.keep_alive = True
+        self.headers = headers or []
+        self.first = dict(reversed(self.headers))
+        """The first value of each field."""
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the field ``name`` (lower-case), or None."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return self.first.get(name)
 
 
 @dataclass(slots=True)
@@ -109,9 +110,21 @@ class HttpResponse:
         return None
 
 
-def head_bytes(status: int, headers: Headers) -> bytes:
+def field_lines(fields: Fields) -> bytes:
+    """Header fields as they are written, each with its line end."""
+    if isinstance(fields, bytes):
+        return fields
+    return b"".join([b"%b: %b\r\n" % field for field in fields])
+
+
+_STATUS_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in REASONS.items()}
+
+
+def status_line(status: int) -> bytes:
+    """The first line of a response, with its line end."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
+
+
+def head_bytes(status: int, fields: Fields) -> bytes:
     """A response head, from the status line to the empty line."""
-    parts = [b"HTTP/1.1 %d %s\r\n" % (status, REASONS.get(status, b"Unknown"))]
-    parts.extend([name + b": " + value + b"\r\n" for name, value in headers])
-    parts.append(b"\r\n")
-    return b"".join(parts)
+    return b"%b%b\r\n" % (status_line(status), field_lines(fields))

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from antiphon.protocol.body import Buffer
-from antiphon.transport.http.message import Headers, head_bytes
+from antiphon.transport.http.message import Fields, field_lines, head_bytes, status_line
 
 if TYPE_CHECKING:
     from antiphon.transport.http.server import HttpServerConnection
+
+
+_JOIN_MAX_BYTES = 65_536
+"""A response up to this size is written as one piece, which costs less than several."""
 
 
 class Responder:
@@ -51,24 +55,24 @@ class Responder:
         """Whether the other end of the connection is on this machine."""
         return self._connection.peer_is_loopback
 
-    def send(self, status: int, headers: Headers, body: Buffer) -> None:
+    def send(self, status: int, fields: Fields, body: Buffer) -> None:
         """Answer with a whole body; ``content-length`` and ``connection`` are added."""
         assert not self.started, "a response was already started"
         self.started = True
         connection = self._connection
-        fields = [*headers, (b"content-length", b"%d" % len(body))]
-        if not connection.keeps_alive:
-            fields.append((b"connection", b"close"))
+        close = b"" if connection.keeps_alive else b"connection: close\r\n"
+        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), field_lines(fields), len(body), close)
         if connection.is_head:
-            connection.write(head_bytes(status, fields))
-        elif len(body) < 65_536:
-            connection.write(head_bytes(status, fields) + body)
+            connection.write(head)
+        elif len(body) < _JOIN_MAX_BYTES:
+            connection.write(head + body)
         else:
-            connection.write(head_bytes(status, fields))
+            connection.write(head)
             connection.write(body)
-        self._finish()
+        self.finished = True
+        connection.response_finished()
 
-    def start_stream(self, status: int, headers: Headers) -> None:
+    def start_stream(self, status: int, fields: Fields) -> None:
         """Begin a response whose length is not known; chunked, or until close for HTTP/1.0.
 
         The head leaves with the first piece.
@@ -76,15 +80,15 @@ class Responder:
         assert not self.started, "a response was already started"
         self.started = True
         connection = self._connection
-        fields = list(headers)
+        lines = field_lines(fields)
         if connection.version == "1.0":
             connection.keeps_alive = False
         else:
             self._chunked = True
-            fields.append((b"transfer-encoding", b"chunked"))
+            lines += b"transfer-encoding: chunked\r\n"
         if not connection.keeps_alive:
-            fields.append((b"connection", b"close"))
-        self._head = head_bytes(status, fields)
+            lines += b"connection: close\r\n"
+        self._head = head_bytes(status, lines)
 
     def write(self, data: bytes) -> None:
         """Send ``data`` (not empty) as one piece of a started stream."""
@@ -105,7 +109,8 @@ class Responder:
         elif self._head or data:
             self._connection.write(self._head + data)
         self._head = b""
-        self._finish()
+        self.finished = True
+        self._connection.response_finished()
 
     def abort(self) -> None:
         """Cut the connection: the client sees that the response is incomplete.
@@ -122,7 +127,3 @@ class Responder:
         """Cut the connection with a TCP reset, and drop what the client has not received: for fault tests."""
         self.finished = True
         self._connection.reset()
-
-    def _finish(self) -> None:
-        self.finished = True
-        self._connection.response_finished()
