@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 ARGS ?=
-MINUTES ?= 10
+MINUTES ?= 20
+SEEDS ?= 10000
 
 VENV := $(CURDIR)/.venv
 ANTIPHON := "$(VENV)/bin/antiphon"
@@ -48,8 +49,10 @@ process: install-dev  ## tests with real processes and simulated engines (a minu
 real: install-dev  ## tests with real vLLM engines (minutes)
 	@$(TEST) --only real $(ARGS)
 
-soak: install-dev  ## unit and process tests again and again for MINUTES (10), with new random examples each time
-	@$(TEST) --only unit,process --minutes $(MINUTES)
+soak: install-dev  ## SEEDS (10000) simulated seeds of each room, MINUTES (20) of mixed traffic, the benches
+	@$(ANTIPHON) sim cache --seeds $(SEEDS) --validate-every 4
+	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
+	@$(ANTIPHON) bench cache
 
 clean:  ## remove .venv and every cache in this folder (the demo model stays in your cache folder)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -226,22 +226,15 @@ def main(arguments: list[str]) -> int:
     names = list(dict.fromkeys(group.name for group in GROUPS))
     parser = argparse.ArgumentParser(description="Run every check and every test.")
     parser.add_argument("--only", metavar="NAMES", help=f"comma-separated, of: {', '.join(names)}")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="repeat until this much time has passed or one fails"
-    )
     options, extra = parser.parse_known_args(arguments)
     wanted = options.only.split(",") if options.only else names
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"no such group: {', '.join(unknown)}")
     total = Outcome()
     folder = Path(tempfile.mkdtemp(prefix="antiphon-test-"))
-    ends_s = time.monotonic() + options.minutes * 60
-    while True:
-        for group in GROUPS:
-            if group.name in wanted:
-                total.add(run_group(group, folder, extra))
-        if total.num_failed or time.monotonic() >= ends_s:
-            break
+    for group in GROUPS:
+        if group.name in wanted:
+            total.add(run_group(group, folder, extra))
     left_out = [name for name in names if name not in wanted]
     print(summarize(total, left_out, folder if total.num_failed else None))
     if total.num_failed:

@@ -20,8 +20,13 @@ VERBS = {
     "down": ("antiphon.cli.down", "Stop a running deployment."),
     "status": ("antiphon.cli.status", "Show the processes of a running deployment."),
     "config": ("antiphon.cli.config", "Check a spec, or print the command line of each process."),
+    "bench": ("antiphon.cli.bench", "Measure how fast it is on this machine."),
     "router": ("antiphon.cli.router", "Run the router."),
+    "cache": ("antiphon.cli.cache", "Look at a running cache server, or clear it."),
+    "cache-server": ("antiphon.cli.cache_server", "Run a cache server."),
+    "server": ("antiphon.cli.cache_server", "The same as cache-server."),
     "sim-engine": ("antiphon.cli.sim_engine", "Run a simulated engine."),
+    "sim": ("antiphon.cli.sim", "Simulate the cache in virtual time, under seeded faults."),
 }
 """Verb to module and help line. The module holds a click command named as the verb, with underscores."""
 

@@ -1,0 +1,132 @@
+"""Brings faults about in a world."""
+
+from __future__ import annotations
+
+from antiphon.sim.engine import Engine
+from antiphon.sim.faults import Fault
+from antiphon.sim.network import Process
+from antiphon.sim.world import TENANTS, World
+
+STOP_S = ((0.02, 0.3), (0.3, 1.0), (1.0, 5.0))
+"""How long a process is stopped, each range as likely: shorter or longer than deadlines, quarantine and draining."""
+SLOWNESS = (50.0, 600.0)
+"""A slow link's delays are multiplied by a number between these: a round trip of about 10 to 120 ms."""
+SLOW_S = (0.05, 1.0)
+SERVER_RESTART_S = (0.01, 0.2)
+
+
+def inject(world: World, fault: Fault, subject: str) -> None:
+    """Brings one fault about, in the engine of the process ``subject`` or, if that is empty, anywhere.
+
+    In vain where it does not apply: a server that is dead is not killed.
+    """
+    if world.timeline.is_calm:
+        return
+    world.timeline.count(f"fault {fault.value}")
+    world.timeline.note(f"fault {fault.value}")
+    if fault in (Fault.KILL_ENGINE, Fault.KILL_SCHEDULER, Fault.KILL_WORKER):
+        _kill_engine(world, fault, subject)
+    elif fault is Fault.KILL_SERVER:
+        _kill_server(world)
+    elif fault in (Fault.STOP_SCHEDULER, Fault.STOP_WORKER, Fault.STOP_SERVER):
+        _stop(world, fault, subject)
+    elif fault is Fault.CLOSE_CONNECTIONS:
+        _close_connections(world, subject)
+    elif fault is Fault.SLOW_LINK:
+        _slow(world)
+    elif fault is Fault.CLEAR:
+        _clear(world)
+
+
+def heal(world: World) -> None:
+    """No more faults: what is stopped goes on, what is slow is fast."""
+    world.timeline.is_calm = True
+    for channel in world.channels:
+        channel.slowness = 1.0
+    for process in [world.server.process, *(process for engine in world.engines for process in engine.processes)]:
+        if process.is_stopped:
+            process.resume()
+
+
+def _choose(world: World, subject: str) -> Engine:
+    named = [engine for engine in world.engines if subject.startswith(f"{engine.options.name}#")]
+    return named[0] if named else world.timeline.random.choice(world.engines)
+
+
+def _kill_engine(world: World, fault: Fault, subject: str) -> None:
+    engine = _choose(world, subject)
+    scheduler, *workers = engine.processes
+    if fault is Fault.KILL_ENGINE:
+        engine.kill([scheduler, *workers])
+    elif fault is Fault.KILL_SCHEDULER:
+        engine.kill([scheduler])
+    else:
+        engine.kill([world.timeline.random.choice(workers)])
+
+
+def _kill_server(world: World) -> None:
+    timeline = world.timeline
+    if world.server.process.is_alive:
+        timeline.note(f"{world.server.process.name} is killed")
+        world.server.process.kill()
+        timeline.after(timeline.random.uniform(*SERVER_RESTART_S), world.start_server)
+
+
+def _stop(world: World, fault: Fault, subject: str) -> None:
+    chance = world.timeline.random
+    engine = _choose(world, subject)
+    scheduler, *workers = engine.processes
+    if fault is Fault.STOP_SCHEDULER:
+        process = scheduler
+    elif fault is Fault.STOP_WORKER:
+        process = chance.choice(workers)
+    else:
+        process = world.server.process
+    if process.is_running:
+        world.timeline.note(f"{process.name} is stopped")
+        process.stop()
+        world.timeline.after(chance.uniform(*chance.choice(STOP_S)), lambda: _continue(process))
+
+
+def _continue(process: Process) -> None:
+    if process.is_alive and process.is_stopped:
+        process.timeline.note(f"{process.name} is continued")
+        process.resume()
+
+
+def _close_connections(world: World, subject: str) -> None:
+    chance = world.timeline.random
+    server = world.server
+    peers = [peer for peer in server.peers.values() if not peer.is_closed]
+    if not server.process.is_running or not peers:
+        return
+    own = [peer for peer in peers if peer.client == subject]
+    schedulers = [peer for peer in peers if peer.client.endswith("/scheduler")]
+    engine = [peer for peer in peers if peer.client.startswith(subject.partition("/")[0])]
+    for peer in chance.choice((peers, engine, own, schedulers)) or [chance.choice(peers)]:
+        server.close(peer)
+
+
+def _slow(world: World) -> None:
+    chance = world.timeline.random
+    channels = [channel for channel in world.channels if not channel.is_ended]
+    if not channels:
+        return
+    slow = channels if chance.random() < 0.3 else [chance.choice(channels)]
+    slowness = chance.uniform(*SLOWNESS)
+    for channel in slow:
+        channel.slowness = slowness
+
+    def fast() -> None:
+        for channel in slow:
+            channel.slowness = 1.0
+
+    world.timeline.after(chance.uniform(*SLOW_S), fast)
+
+
+def _clear(world: World) -> None:
+    chance = world.timeline.random
+    tenant = chance.choice((None, None, *TENANTS))
+    model = chance.choice((None, None, *(engine.options.model.name for engine in world.engines)))
+    server = world.server
+    server.process.run(lambda: server.clear(tenant, model))

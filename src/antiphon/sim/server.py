@@ -1,0 +1,230 @@
+"""One life of a cache server: the real ``Cache``, driven by messages, with an arena of bytes.
+
+Its shell's rules are those of the real one: a connection is detached when the peer's end of file was seen, and not when
+this side closed it; the arena is populated piece by piece; ``Tick`` comes when a deadline is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from antiphon.cache.arena import RegionHandle
+from antiphon.cache.effects import Attached, ChunkRemoved, Committed, Effect, Refused, Reply, Reserved
+from antiphon.cache.events import ArenaGrew, Attach, Clear, ConnectionId, Detach, Event, Tick
+from antiphon.cache.machine import Cache
+from antiphon.cache.options import CacheOptions
+from antiphon.core.errors import LeaseUnknown, StaleHandle
+from antiphon.sim.client import Answer, Call, with_connection
+from antiphon.sim.memory import Arena
+from antiphon.sim.network import Channel, Process
+from antiphon.sim.timeline import CheckFailed, Timeline
+
+EXPECTED_ERRORS = (LeaseUnknown, StaleHandle)
+"""What a client that keeps the rules can be refused with: it released or committed to a connection that had ended."""
+
+GROW_S = 0.04
+FREED = 0xFE
+"""What the bytes of a freed region are overwritten with."""
+
+R = TypeVar("R")
+
+
+class Peer:
+    """The server's end of one connection."""
+
+    def __init__(self, connection: ConnectionId, client: str, to_client: Channel[Answer]) -> None:
+        self.connection = connection
+        self.client = client
+        self.to_client = to_client
+        self.is_attached = False
+        self.is_closed = False
+        """This side has closed it; the peer's end is still to come."""
+
+
+class Server:
+    """One life.
+
+    Args:
+        timeline: virtual time.
+        options: of the cache.
+        incarnation: of this life.
+        validate_every: the cache is validated after each step of this many.
+    """
+
+    def __init__(self, timeline: Timeline, options: CacheOptions, incarnation: str, validate_every: int) -> None:
+        self.process = Process(timeline, incarnation)
+        self.arena = Arena(incarnation, options.arena_bytes)
+        self.cache = Cache(options, first_id=timeline.random.getrandbits(48))
+        self.peers: dict[ConnectionId, Peer] = {}
+        self._timeline = timeline
+        self._options = options
+        self._validate_every = validate_every
+        self._regions: dict[int, RegionHandle] = {}
+        self._num_connections = 0
+        self._num_steps = 0
+        self._tick_due_s = float("inf")
+        self._usable_bytes = options.initial_usable_bytes
+        self.process.after(GROW_S, self._grow)
+
+    def accept(self, client: Process) -> tuple[Channel[Call], Channel[Answer]]:
+        """A connection of ``client``: the channel to the server, and the one from it."""
+        self._num_connections += 1
+        to_server: Channel[Call] = Channel(client, self.process)
+        to_client: Channel[Answer] = Channel(self.process, client)
+        peer = Peer(ConnectionId(self._num_connections), client.name, to_client)
+        self.peers[peer.connection] = peer
+        to_server.on_message = lambda call: self._serve(peer, call)
+        to_server.on_end = lambda: self._peer_ended(peer)
+        return to_server, to_client
+
+    def close(self, peer: Peer) -> None:
+        """Closes a connection from this side, as after a frame that cannot be read. What comes later is not read."""
+        self._timeline.note(f"{self.process.name} closes connection {peer.connection}")
+        peer.is_closed = True
+        peer.to_client.end()
+
+    def _peer_ended(self, peer: Peer) -> None:
+        """The peer's end of file was seen."""
+        del self.peers[peer.connection]
+        peer.to_client.end()
+        self.detach(peer)
+
+    def detach(self, peer: Peer) -> None:
+        """The peer touches the arena no more."""
+        if peer.is_attached:
+            peer.is_attached = False
+            self.step(Detach(peer.connection), self.process.name)
+
+    def _serve(self, peer: Peer, call: Call) -> None:
+        if peer.is_closed:
+            return
+        reply = self.step(with_connection(call.event, peer.connection), peer.client)
+        is_attached = isinstance(reply, Attached)
+        peer.is_attached |= is_attached
+        peer.to_client.send(Answer(call.id, reply, self.arena if is_attached else None))
+
+    def clear(self, tenant: str | None, model: str | None) -> None:
+        """An operator clears."""
+        self.step(Clear(tenant, model), "operator")
+
+    def _grow(self) -> None:
+        """More of the arena is populated."""
+        piece = max(1, self._options.arena_bytes // 8 // self._options.alignment_bytes) * self._options.alignment_bytes
+        self._usable_bytes = min(self._options.arena_bytes, self._usable_bytes + piece)
+        self.step(ArenaGrew(self._usable_bytes), self.process.name)
+        if self._usable_bytes < self._options.arena_bytes:
+            self.process.after(GROW_S, self._grow)
+
+    def step(self, event: Event, caller: str) -> Reply:
+        """One step of the cache, noted, counted and checked."""
+        timeline = self._timeline
+        reply, *notices = self.cache.step(event, timeline.now_s)
+        timeline.note(f"{self.process.name} {caller} {_brief(event)} -> {_brief(reply)}")
+        for notice in notices:
+            self._count_notice(notice)
+        self._count_reply(reply)
+        self._num_steps += 1
+        if self._num_steps % self._validate_every == 0:
+            self.cache.validate()
+        self._spoil_free_bytes()
+        self._schedule_tick()
+        return reply  # type: ignore[return-value]
+
+    def _spoil_free_bytes(self) -> None:
+        """What the cache has freed may be anybody's from here on: it is overwritten at once."""
+        regions = {region.generation: region for region in self.cache.regions()}
+        for generation, region in self._regions.items():
+            if generation not in regions:
+                self.arena.data[region.offset_bytes : region.end_bytes] = bytes([FREED]) * region.size_bytes
+        self._regions = regions
+
+    def _schedule_tick(self) -> None:
+        """A tick when the next deadline is due, if none is coming before."""
+        due_s = self.cache.next_deadline_s
+        if due_s is not None and due_s < self._tick_due_s:
+            self._tick_due_s = due_s
+            self.process.after(max(0.0, due_s - self._timeline.now_s), self._tick)
+
+    def _tick(self) -> None:
+        self._tick_due_s = float("inf")
+        self.step(Tick(), self.process.name)
+
+    def _count_reply(self, reply: Effect) -> None:
+        timeline = self._timeline
+        if isinstance(reply, Reserved):
+            for verdict in reply.verdicts:
+                timeline.count(f"verdict {verdict.value}")
+            if reply.refusal is not None:
+                timeline.count(f"refusal {type(reply.refusal).__name__}")
+        elif isinstance(reply, Committed):
+            for outcome in reply.outcomes:
+                timeline.count(f"commit {outcome.value}")
+        elif isinstance(reply, Refused):
+            timeline.count(f"refused {type(reply.error).__name__}")
+            if not isinstance(reply.error, EXPECTED_ERRORS):
+                raise CheckFailed(f"a client that keeps the rules was refused: {reply.error!r}")
+
+    def _count_notice(self, notice: Effect) -> None:
+        self._timeline.note(f"{self.process.name}   {_brief(notice)}")
+        if isinstance(notice, ChunkRemoved):
+            self._timeline.count(f"removal {notice.removal.value}")
+        else:
+            self._timeline.count(f"notice {type(notice).__name__}")
+
+    def check_idle(self) -> None:
+        """Nothing protects anything: for when all requests have ended."""
+        self.step(Tick(), "check")
+        self.cache.validate()
+        statistics = self.cache.statistics()
+        held = {f"{state.value} leases": count for state, count in statistics.num_leases.items() if count}
+        held |= {
+            f"{state.value} chunks": count
+            for state, count in statistics.num_chunks.items()
+            if count and state.value in ("retired", "quarantined")
+        }
+        if statistics.reserved_bytes:
+            held["reserved bytes"] = statistics.reserved_bytes
+        if held:
+            raise CheckFailed(f"all requests have ended, and {self.process.name} still has {held}")
+
+
+def _brief(value: object) -> str:
+    """A value in a few words for the trace: keys by their first bytes."""
+    words = [type(value).__name__]
+    for name in getattr(value, "__match_args__", ()):
+        item = getattr(value, name)
+        if name in _DULL or item is None or isinstance(value, Attach):
+            continue
+        words.append(f"{name}={_short(item)}")
+    return " ".join(words)
+
+
+_DULL = frozenset({"namespace", "model", "num_bytes", "chunk_size_tokens", "layout", "sequence", "next_deadline_s"})
+
+
+def _short(item: object) -> str:
+    if isinstance(item, bytes):
+        return item[:3].hex()
+    if isinstance(item, tuple):
+        return f"[{','.join(map(_short, item))}]"
+    show: Callable[[object], str] | None = _SHOWN.get(type(item).__name__)
+    return show(item) if show is not None else str(item)
+
+
+def _region(item: object) -> str:
+    return f"{getattr(item, 'offset_bytes')}@{getattr(item, 'generation') % 1_000_000}"  # noqa: B009
+
+
+def _enum(item: object) -> str:
+    return str(getattr(item, "value"))  # noqa: B009
+
+
+_SHOWN: dict[str, Callable[[object], str]] = {
+    "RegionHandle": _region,
+    "Grant": lambda item: f"{_short(getattr(item, 'region'))}:{_short(getattr(item, 'slabs'))}",  # noqa: B009
+    "Verdict": _enum,
+    "CommitOutcome": _enum,
+    "Removal": _enum,
+    "LeaseState": _enum,
+}
