@@ -79,6 +79,15 @@ def free_port(_ports: Ports) -> int:
 # ---- child processes -------------------------------------------------------------------------------------------------
 
 
+_adopted: set[int] = set()
+
+
+@pytest.fixture(scope="session")
+def adopted() -> set[int]:
+    """Process ids that a test started for a wider fixture, which ends them: the leak check leaves them alone."""
+    return _adopted
+
+
 @pytest.fixture(scope="session")
 def die_with_parent() -> Callable[[], None]:
     """A ``preexec_fn``: the kernel kills the child when the test process ends, however it ends."""
@@ -105,7 +114,7 @@ def living_children(parent: int) -> set[tuple[int, int]]:
             pid, state, its_parent, start = parse_stat(path.read_text())
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while the folder was read
-        if its_parent == parent and state not in "ZX" and not is_helper_of_python(pid):
+        if its_parent == parent and state not in "ZX" and pid not in _adopted and not is_helper_of_python(pid):
             found.add((pid, start))
     return found
 

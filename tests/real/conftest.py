@@ -22,8 +22,8 @@ def model() -> Path:
 def deployment(
     tmp_path_factory: pytest.TempPathFactory, model: Path, _ports: object, die_with_parent: Callable[[], None]
 ) -> Iterator[Deployment]:
-    """A prefill engine, a decode engine and the router, ready."""
-    ports: list[int] = _ports.take(5)  # type: ignore[attr-defined]
+    """A prefill engine, a decode engine, a cache server for both and the router, ready."""
+    ports: list[int] = _ports.take(Deployment.NUM_PORTS)  # type: ignore[attr-defined]
     found = Deployment(tmp_path_factory.mktemp("real"), model, ports, die_with_parent)
     try:
         found.start()

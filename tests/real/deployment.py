@@ -30,11 +30,13 @@ engine:
   device: cpu
   kv_memory_bytes: 400MB
   max_num_seqs: 16
+  dev_mode: true
   args:
     generation-config: vllm
 prefill: {{port: {prefill}, side_channel_port: {prefill_side}}}
 decode: {{port: {decode}, side_channel_port: {decode_side}}}
 handoff: {{lease_s: {lease_s}}}
+cache: {{shared: true, l1_size_bytes: 1GiB, port: {cache}, http_port: {cache_http}, runtime_dir: "{runtime_dir}"}}
 router: {{port: {router}}}
 supervisor: {{state_dir: "{state_dir}"}}
 """
@@ -52,18 +54,22 @@ def wait_for(holds: Callable[[], Any], what: str, timeout_s: float) -> Any:
 
 
 class Deployment:
-    """One prefill engine, one decode engine, one router."""
+    """One prefill engine, one decode engine, a cache server for both, one router."""
+
+    NUM_PORTS = 7
 
     def __init__(self, folder: Path, model: Path, ports: list[int], preexec: Callable[[], None]) -> None:
-        names = ("prefill", "prefill_side", "decode", "decode_side", "router")
+        names = ("prefill", "prefill_side", "decode", "decode_side", "router", "cache", "cache_http")
         self.ports = dict(zip(names, ports, strict=True))
         self.state_dir = folder / "state"
         self.spec_path = folder / "antiphon.yaml"
-        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, state_dir=self.state_dir, **self.ports))
+        folders = {"state_dir": self.state_dir, "runtime_dir": folder}
+        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, **folders, **self.ports))
         self.output = folder / "up.log"
         self.url = f"http://127.0.0.1:{self.ports['router']}"
         self.prefill_url = f"http://127.0.0.1:{self.ports['prefill']}"
         self.decode_url = f"http://127.0.0.1:{self.ports['decode']}"
+        self.cache_url = f"http://127.0.0.1:{self.ports['cache_http']}"
         self._preexec = preexec
         self.process: subprocess.Popen[bytes] | None = None
 

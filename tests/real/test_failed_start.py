@@ -17,7 +17,7 @@ from tests.real.deployment import Deployment
 def test_too_little_kv_memory_is_said_with_its_remedy(
     tmp_path: Path, model: Path, free_ports: Callable[[int], list[int]], die_with_parent: Callable[[], None]
 ) -> None:
-    deployment = Deployment(tmp_path, model, free_ports(5), die_with_parent)
+    deployment = Deployment(tmp_path, model, free_ports(Deployment.NUM_PORTS), die_with_parent)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "antiphon", "up", "--config", str(deployment.spec_path), "--quiet-logs"),

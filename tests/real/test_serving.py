@@ -1,8 +1,8 @@
 """Real vLLM, real NIXL, the real router: what a user does, and what happens when parts die.
 
-Goal: P/D gives what a decode engine alone gives, KV is really handed over, nothing is left behind by clients that
-leave, and a killed engine is honest and comes back. Method: one deployment for the whole file, in float32, since
-rounding in bfloat16 alone changes a third of the answers. The tests that kill engines come last.
+Goal: P/D gives what a decode engine alone gives, KV is really handed over and really reused, nothing is left behind by
+clients that leave, and what is killed is honest and comes back. Method: one deployment for the whole file, in float32,
+since rounding in bfloat16 alone changes a third of the answers. The tests that kill engines come last.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ WORDS = (
 )
 PROMPT_TOKENS = (10, 12, 15, 19, 24, 30, 38, 48, 60, 76, 96, 121, 127, 129, 192, 255, 257, 430, 840, 1500)
 MAX_TOKENS = 12
+CHUNK = 256
 
 
 def prompt_of(num_tokens: int, seed: int) -> str:
@@ -218,6 +219,108 @@ async def test_a_request_that_only_the_decode_engine_refuses_strands_no_kv(
     assert answer.headers["x-antiphon-path"] == "pd"
     wait_for(lambda: deployment.prefill_metrics().kv_usage == 0, "the prefill engine's KV is free", 8)
     assert deployment.prefill_metrics().num_nixl_expired == before
+
+
+# ---- KV from the cache server ----------------------------------------------------------------------------------------
+
+
+async def forget(deployment: Deployment, http: httpx.AsyncClient) -> None:
+    """Both engines' own prefix caches are empty; vLLM refuses while blocks are in use."""
+    deadline = asyncio.get_running_loop().time() + LEASE_S + 10
+    for url in (deployment.prefill_url, deployment.decode_url):
+        while not (await http.post(f"{url}/reset_prefix_cache")).json()["success"]:
+            assert asyncio.get_running_loop().time() < deadline, "an engine holds blocks all the time"
+            await asyncio.sleep(0.05)
+
+
+async def sources_of(deployment: Deployment, http: httpx.AsyncClient, answer: httpx.Response) -> dict[str, Any]:
+    """The ``tokens`` of an answer's receipt, once both engines have reported."""
+    receipt_id = answer.headers["x-antiphon-receipt"]
+    tokens: dict[str, Any] = (await http.get(f"{deployment.url}/receipts/{receipt_id}?wait_s=5")).json()["tokens"]
+    assert tokens["state"] == "complete", tokens
+    assert sum(tokens["by_source"].values()) == tokens["prompt"]
+    return tokens
+
+
+def token_ids(num_tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(100, 40_000) for _ in range(num_tokens)]
+
+
+async def test_prefill_loads_from_the_cache_and_decode_pulls(deployment: Deployment, http: httpx.AsyncClient) -> None:
+    prompt = token_ids(3 * CHUNK + 30, seed=300)
+    cold = await complete(http, deployment.url, prompt=prompt)
+    assert (await sources_of(deployment, http, cold))["by_source"]["computed"] == len(prompt)
+    await forget(deployment, http)
+    before = deployment.decode_metrics().num_nixl_transfers
+    warm = await complete(http, deployment.url, prompt=prompt)
+    assert warm.json()["choices"][0]["text"] == cold.json()["choices"][0]["text"]
+    tokens = await sources_of(deployment, http, warm)
+    assert (tokens["by_source"]["l1"], tokens["by_source"]["computed"]) == (3 * CHUNK, 30)
+    assert (tokens["prefill"]["l1"], tokens["prefill"]["computed"]) == (3 * CHUNK, 30)
+    assert (tokens["decode"]["remote_prefill"], tokens["decode"]["computed"]) == (len(prompt) - 1, 1)
+    wait_for(lambda: deployment.decode_metrics().num_nixl_transfers == (before or 0) + 1, "one NIXL transfer", 15)
+
+
+async def test_the_next_turn_finds_on_prefill_what_decode_has_stored(
+    deployment: Deployment, http: httpx.AsyncClient
+) -> None:
+    prompt = token_ids(3 * CHUNK - 60, seed=301)
+    options = {"max_tokens": 90, "ignore_eos": True, "return_token_ids": True}
+    first = await complete(http, deployment.url, prompt=prompt, **options)
+    turn = prompt + first.json()["choices"][0]["token_ids"] + token_ids(40, seed=302)
+    await sources_of(deployment, http, first)
+    await forget(deployment, http)
+    second = await complete(http, deployment.url, prompt=turn)
+    # Of these three chunks, prefill has computed two; the third was completed by decoding.
+    assert (await sources_of(deployment, http, second))["prefill"]["l1"] == 3 * CHUNK
+    alone = await complete(http, deployment.decode_url, prompt=turn, cache_salt="alone")
+    assert second.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+
+
+async def test_blocks_of_a_producer_are_freed_and_loaded_at_once(
+    deployment: Deployment, http: httpx.AsyncClient
+) -> None:
+    prompts = [token_ids(4 * CHUNK + 20, seed=310 + index) for index in range(4)]
+    cold = [(await complete(http, deployment.url, prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
+    for _ in range(3):
+        await forget(deployment, http)
+        answers = await asyncio.gather(*(complete(http, deployment.url, prompt=prompt) for prompt in prompts))
+        assert [answer.json()["choices"][0]["text"] for answer in answers] == cold
+
+
+async def test_a_killed_cache_server_fails_no_request_and_comes_back(
+    deployment: Deployment, http: httpx.AsyncClient
+) -> None:
+    prompts = [token_ids(2 * CHUNK + 20, seed=320 + index) for index in range(3)]
+    cold = [(await complete(http, deployment.url, prompt=prompt)).json()["choices"][0]["text"] for prompt in prompts]
+    row = deployment.status()["cache"]
+    is_over = asyncio.Event()
+
+    async def ask(index: int) -> None:
+        while not is_over.is_set():
+            answer = await complete(http, deployment.url, prompt=prompts[index])
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == cold[index]
+
+    asking = [asyncio.create_task(ask(index)) for index in range(3)]
+    os.kill(row["pid"], signal.SIGKILL)
+
+    def is_back() -> bool:
+        found = deployment.status()["cache"]
+        return found["state"] == "ready" and found["pid"] != row["pid"]
+
+    while not await asyncio.to_thread(is_back):
+        assert not any(task.done() for task in asking), "a request failed while the cache server was away"
+    is_over.set()
+    await asyncio.gather(*asking)
+    began = asyncio.get_running_loop().time()
+    while True:
+        await forget(deployment, http)
+        again = await complete(http, deployment.url, prompt=prompts[0])
+        if (await sources_of(deployment, http, again))["prefill"]["l1"]:
+            break
+        assert asyncio.get_running_loop().time() - began < 20, "reuse does not come back"
 
 
 # ---- clients that leave ----------------------------------------------------------------------------------------------

@@ -305,10 +305,20 @@ async def http_get(url: str, *, timeout_s: float) -> tuple[int, bytes]:
         UpstreamLost: the connection ended before the answer was complete.
         UpstreamGarbage: the answer is not HTTP, or longer than ``BODY_BYTES_MAX``.
     """
+    return await _http("GET", url, timeout_s)
+
+
+async def http_post(url: str, *, timeout_s: float) -> tuple[int, bytes]:
+    """POST without a body; otherwise as ``http_get``."""
+    return await _http("POST", url, timeout_s)
+
+
+async def _http(method: str, url: str, timeout_s: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
     assert parts.scheme == "http" and parts.hostname, url
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    head = f"GET {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\nAccept: */*\r\n\r\n"
+    head = f"{method} {target} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\nAccept: */*\r\n"
+    head += "\r\n" if method == "GET" else "Content-Length: 0\r\n\r\n"
     try:
         async with asyncio.timeout(timeout_s):
             try:
@@ -319,20 +329,20 @@ async def http_get(url: str, *, timeout_s: float) -> tuple[int, bytes]:
                 writer.write(head.encode("ascii"))
                 return await _read_response(reader, url)
             except ConnectionError as error:
-                raise UpstreamLost(f"the connection of GET {url} ended early: {error}") from error
+                raise UpstreamLost(f"the connection of {method} {url} ended early: {error}") from error
             finally:
                 writer.close()
                 with suppress(ConnectionError):
                     await writer.wait_closed()
     except TimeoutError as error:
-        raise UpstreamTimeout(f"no complete answer to GET {url} within {timeout_s:g} s") from error
+        raise UpstreamTimeout(f"no complete answer to {method} {url} within {timeout_s:g} s") from error
 
 
 async def _read_response(reader: asyncio.StreamReader, url: str) -> tuple[int, bytes]:
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
-        raise UpstreamLost(f"the connection of GET {url} ended before the answer") from error
+        raise UpstreamLost(f"the connection of {url} ended before the answer") from error
     except asyncio.LimitOverrunError as error:
         raise UpstreamGarbage(f"GET {url} answered with an endless header") from error
     status_line, *header_lines = raw.decode("latin-1").split("\r\n")
@@ -357,7 +367,7 @@ async def _read_up_to(reader: asyncio.StreamReader, length: int | None, url: str
         part = await reader.read(65536 if length is None else min(65536, length - num_read))
         if not part:
             if length is not None:
-                raise UpstreamLost(f"the connection of GET {url} ended in the middle of the answer")
+                raise UpstreamLost(f"the connection of {url} ended in the middle of the answer")
             break
         num_read += len(part)
         if num_read > BODY_BYTES_MAX:
@@ -380,7 +390,7 @@ def _join_chunks(raw: bytes, url: str) -> bytes:
             return b"".join(body)
         start = end + 2
         if size < 0 or start + size > len(raw):
-            raise UpstreamLost(f"the connection of GET {url} ended in the middle of the answer")
+            raise UpstreamLost(f"the connection of {url} ended in the middle of the answer")
         body.append(raw[start : start + size])
         at = start + size + 2
 

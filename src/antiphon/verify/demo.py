@@ -1,8 +1,10 @@
 """``antiphon demo``: P/D serving on this machine, from nothing to three answered questions.
 
 Prepares the demo model, starts one prefill engine, one decode engine and the router from a spec that it writes down,
-asks three questions through the router, shows the receipt of each, and checks what a sceptic would: that the request
-was routed over both engines, that NIXL moved KV for each, and that the decode engine alone gives the same answer.
+asks three questions through the router and shows the receipt of each; then asks a long one twice, with the engines' own
+prefix caches emptied in between, so that the second time its KV comes from the cache server. It checks what a sceptic
+would: that requests were routed over both engines, that NIXL moved KV for each, that chunks were stored and found
+again, and that the decode engine alone gives the same answers.
 
 It owns the order of these steps and the words; every part is the one that production uses.
 """
@@ -10,6 +12,7 @@ It owns the order of these steps and the words; every part is the one that produ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -23,13 +26,16 @@ from antiphon.config.load import load_spec
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import SpecError
 from antiphon.config.supervisor_spec import default_state_dir
+from antiphon.core.errors import StartError
 from antiphon.engine import demo_model
 from antiphon.engine.vllm import scrape_metrics
 from antiphon.protocol.openai import curl_line
 from antiphon.supervisor.events import SupervisorEvent
 from antiphon.supervisor.report import refuse_second
 from antiphon.supervisor.supervisor import StartCancelled, Supervisor
-from antiphon.verify.questions import QUESTIONS, Answer, Asker
+from antiphon.verify.check import Check
+from antiphon.verify.questions import LONG_QUESTION, QUESTIONS, Answer, Asker
+from antiphon.verify.reuse import Reuse
 
 Say = Callable[[str], None]
 
@@ -49,6 +55,7 @@ engine:
   device: cpu
   kv_memory_bytes: 400MB
   max_num_seqs: 16
+  dev_mode: true        # for the route that empties an engine's own prefix cache; it listens on this machine only
   args:
     generation-config: vllm
 prefill:
@@ -57,20 +64,25 @@ prefill:
 decode:
   port: {decode}
   side_channel_port: {decode_side}
+cache:
+  port: {cache}
+  http_port: {cache_http}
 router:
   port: {router}
 """
 
-PORTS = {"prefill": 8001, "decode": 8101, "prefill_side": 5600, "decode_side": 5700, "router": 30000}
-
-
-@dataclass(slots=True)
-class Check:
-    """One thing that must hold, and what was seen."""
-
-    name: str
-    holds: bool
-    seen: str
+PORTS = {
+    "prefill": 8001,
+    "decode": 8101,
+    "prefill_side": 5600,
+    "decode_side": 5700,
+    "cache": 6555,
+    "cache_http": 8090,
+    "router": 30000,
+}
+PAIRS = {"cache", "cache_http"}
+"""Ports of which the next one is used too: the second cache server's."""
+_TRIES_MAX = 100
 
 
 @dataclass(slots=True)
@@ -84,24 +96,39 @@ class Clock:
 
 
 def free_ports(wanted: dict[str, int]) -> dict[str, int]:
-    """The wanted ports, each replaced by a free one where something listens already."""
+    """The wanted ports, each replaced by a free one where something listens already.
+
+    Raises:
+        StartError: no two free ports next to each other were found.
+    """
     chosen: dict[str, int] = {}
-    held: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as held:
         for use, port in wanted.items():
-            probe = socket.socket()
-            held.append(probe)
-            # An earlier run's closed connections do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                probe.bind(("127.0.0.1", 0))
-            chosen[use] = probe.getsockname()[1]
-    finally:
-        for probe in held:
-            probe.close()
+            chosen[use] = _hold_free(held, port, 2 if use in PAIRS else 1)
     return chosen
+
+
+def _hold_free(held: contextlib.ExitStack, wanted: int, number: int) -> int:
+    """The first of ``number`` free ports in a row, ``wanted`` if it can be. They are held for the caller."""
+    for first in (wanted, *[0] * _TRIES_MAX):
+        with contextlib.ExitStack() as mine:
+            try:
+                port = _hold(mine, first)
+                for next_port in range(port + 1, port + number):
+                    _hold(mine, next_port)
+            except (OSError, OverflowError):
+                continue
+            held.push(mine.pop_all())
+            return port
+    raise StartError("no free ports were found", remedy="stop what holds ports of 127.0.0.1")
+
+
+def _hold(mine: contextlib.ExitStack, port: int) -> int:
+    probe = mine.enter_context(socket.socket())
+    # An earlier run's closed connections do not count.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", port))
+    return int(probe.getsockname()[1])
 
 
 def write_spec(model: Path) -> tuple[Path, Compiled]:
@@ -143,7 +170,10 @@ class Demo:
             ConfigError, StartError: it could not be started; nothing is left running.
         """
         refuse_second(default_state_dir(), NAME)
-        self._say("Antiphon demo: prefill and decode on two vLLM engines, KV handed over by NIXL, on this CPU.\n")
+        self._say(
+            "Antiphon demo: prefill and decode on two vLLM engines, KV handed over by NIXL and kept for\n"
+            "later requests by a cache server beside each engine, on this CPU.\n"
+        )
         model = await asyncio.to_thread(
             demo_model.prepare, demo_model.cache_folder(), lambda text: self._progress("model", text)
         )
@@ -160,8 +190,8 @@ class Demo:
 
     async def _run(self, supervisor: Supervisor, compiled: Compiled) -> int:
         async with supervisor:
-            plans: dict[str, ProcessPlan] = {plan.role: plan for plan in compiled.plans}
-            self._progress("ready", "two engines and the router")
+            plans: dict[str, ProcessPlan] = {plan.name: plan for plan in compiled.plans}
+            self._progress("ready", "two engines, a cache server for each, and the router")
             questions = asyncio.create_task(self._ask_and_check(plans))
             stopped = asyncio.create_task(supervisor.run_until_stopped())
             try:
@@ -180,16 +210,20 @@ class Demo:
                 await asyncio.wait([questions, stopped])
 
     async def _ask_and_check(self, plans: dict[str, ProcessPlan]) -> int:
-        router, decode = plans["router"], plans["decode"]
+        router, prefill, decode = plans["router"], plans["prefill-0"], plans["decode-0"]
         before = await self._num_transfers(decode)
+        reuse = Reuse(prefill, decode, plans["cache-prefill"])
+        await reuse.begin()
         began = self._clock()
         async with Asker(router.base_url, decode.base_url, decode.model_name) as asker:
             await asker.warm()
             self._progress("hand-over", f"first one done in {self._clock() - began:.1f} s (the engines met)")
             answers = [await self._ask(asker, index) for index in range(len(QUESTIONS))]
+            answers += await self._ask_twice(asker, reuse)
             checks = [_check_tags(answers)]
             num_handed_over = 1 + sum(answer.receipt["path"] == "pd" for answer in answers)
             checks.append(await self._check_transfers(decode, before, num_handed_over))
+            checks += await reuse.checks()
             checks.append(await self._check_same_answers(asker, answers))
         self._say("\nChecks")
         for check in checks:
@@ -209,6 +243,20 @@ class Demo:
         for line in answer.receipt_lines():
             self._say(line)
         return answer
+
+    async def _ask_twice(self, asker: Asker, reuse: Reuse) -> list[Answer]:
+        self._say(f"\nReuse: {LONG_QUESTION.shown()}")
+        answers: list[Answer] = []
+        for when in ("first", "again"):
+            if answers:
+                await reuse.forget()
+                self._say("  both engines forget it: their own prefix caches are emptied")
+            answer = await asker.ask(LONG_QUESTION)
+            answers.append(answer)
+            self._say(f"  {when}    {answer.first_token_ms:.0f} ms to the first token: {answer.shown()}")
+            for line in answer.receipt_lines():
+                self._say(line)
+        return answers
 
     async def _check_transfers(self, decode: ProcessPlan, before: int, expected: int) -> Check:
         deadline = self._clock() + _COUNTER_DEADLINE_S
@@ -230,7 +278,7 @@ class Demo:
 
     def _say_how_to_go_on(self, plans: dict[str, ProcessPlan], supervisor: Supervisor) -> None:
         self._say("\nIt stays up. Try it:\n")
-        self._say(f"  {curl_line(plans['router'].base_url, plans['decode'].model_name)}\n")
+        self._say(f"  {curl_line(plans['router'].base_url, plans['decode-0'].model_name)}\n")
         for record in supervisor.records():
             self._say(f"  log of {record.name}: {record.log_path}")
         self._say("\nantiphon status shows what runs. Ctrl-C stops everything.")

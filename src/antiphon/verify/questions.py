@@ -16,6 +16,8 @@ from antiphon.engine.vllm import http_get
 
 REQUEST_TIMEOUT_S = 600.0
 _RECEIPT_TIMEOUT_S = 10.0
+_RECEIPT_WAIT_S = 5.0
+"""How long the router may hold a receipt back for its token reports; it gives them 2 s after the request's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,21 @@ QUESTIONS = (
     ),
 )
 
-_SOURCES = {"computed": "computed", "device": "from its prefix cache"}
+LONG_QUESTION = Question(
+    "completion",
+    f"{_STORY * 6}\nQuestion: In which ancient country was bread food and wages at once?\nAnswer:",
+    max_tokens=12,
+    stream=True,
+    stop="\n",
+)
+"""Several chunks of the cache, and a tail."""
+
+_SOURCES = {
+    "l1": "from the cache server",
+    "computed": "computed",
+    "device": "from the engine's own cache",
+    "unknown": "unknown",
+}
 
 
 @dataclass(slots=True)
@@ -74,6 +90,11 @@ class Answer:
         """The text, its further lines indented."""
         return self.text.strip().replace("\n", "\n           ")
 
+    @property
+    def first_token_ms(self) -> float:
+        """From the router's receipt of the request to the first token of a streamed answer."""
+        return float(self.receipt["ms"]["first_token"])
+
     def is_tagged(self) -> bool:
         """Whether the ``id`` names the prefill and the decode engine that the receipt names."""
         tag = f"___prefill_addr_{self.receipt['prefill']}___decode_addr_{self.receipt['decode']}_"
@@ -82,8 +103,6 @@ class Answer:
     def receipt_lines(self) -> list[str]:
         """The receipt as the demo prints it."""
         receipt, times = self.receipt, self.receipt["ms"]
-        tokens = receipt["tokens"]
-        sources = ", ".join(f"{tokens['by_source'][source]} {words}" for source, words in _SOURCES.items())
         if times["handover"] is None:
             after = "hand-over and first token not visible in a whole answer"
         else:
@@ -94,8 +113,22 @@ class Answer:
                 f"prefill on {receipt['prefill']}, decode on {receipt['decode']}"
             ),
             f"           prefill {times['prefill']:.0f} ms, {after}, total {times['total']:.0f} ms",
-            f"           {tokens['prompt']} prompt tokens: {sources}",
+            f"           {_tokens_line(receipt['tokens'])}",
         ]
+
+
+def _tokens_line(tokens: dict[str, Any]) -> str:
+    """The prompt tokens of a receipt by source, in words."""
+    by_source = tokens["by_source"]
+    sources = [f"{by_source[source]} {words}" for source, words in _SOURCES.items() if source in by_source]
+    prompt = "unknown" if tokens["prompt"] is None else tokens["prompt"]
+    line = f"{prompt} prompt tokens: {', '.join(sources) or 'sources unknown'}"
+    missing = tokens.get("missing")
+    if missing:
+        line += f" (no report of {' and '.join(missing)})"
+    if tokens.get("sum_ok") is False:
+        line += " (the reports do not add up)"
+    return line
 
 
 class Asker:
@@ -164,10 +197,12 @@ class Asker:
         return _text(parsed.choices[0]), parsed.id, raw.headers
 
     async def _receipt(self, receipt_id: str) -> dict[str, Any]:
-        """The receipt, once it is closed, which it is a moment after the last byte."""
+        """The receipt, once it is closed and its token reports are there, a moment after the last byte; reports that do
+        not come are not waited for longer than the router does."""
         deadline = asyncio.get_running_loop().time() + _RECEIPT_TIMEOUT_S
         while True:
-            status, body = await http_get(f"{self._router_url}/receipts/{receipt_id}", timeout_s=_RECEIPT_TIMEOUT_S)
+            url = f"{self._router_url}/receipts/{receipt_id}?wait_s={_RECEIPT_WAIT_S:g}"
+            status, body = await http_get(url, timeout_s=_RECEIPT_WAIT_S + _RECEIPT_TIMEOUT_S)
             receipt: dict[str, Any] = json.loads(body)
             if status == 200 and receipt["outcome"] is not None:
                 return receipt
