@@ -20,6 +20,7 @@ from antiphon.core.namespace import NamespaceDigest
 class Verdict(Enum):
     """The answer to ``Reserve`` for one chunk, true at the moment of the answer."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is Python code, on every count
     RESIDENT = "resident"
     """Readable: a lookup reports it."""
     WRITE = "write"
@@ -35,6 +36,7 @@ class Verdict(Enum):
 class CommitOutcome(Enum):
     """What became of a committed region."""
 
+    __hash__ = object.__hash__
     READABLE = "readable"
     """The chunk's last slab: a lookup reports it from this answer on."""
     PARTIAL = "partial"
@@ -46,6 +48,7 @@ class CommitOutcome(Enum):
 class Removal(Enum):
     """Why a chunk left the index."""
 
+    __hash__ = object.__hash__
     EVICTED = "evicted"
     """The policy's coldest chunk without children, for room."""
     EVICTED_FOR_QUOTA = "evicted_for_quota"

@@ -81,7 +81,8 @@ class Chunk:
     @property
     def is_indexed(self) -> bool:
         """Whether the index holds it."""
-        return self.state in (ChunkState.INCOMPLETE, ChunkState.READABLE)
+        state = self.state
+        return state is ChunkState.READABLE or state is ChunkState.INCOMPLETE
 
     @property
     def is_idle(self) -> bool:

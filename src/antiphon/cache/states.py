@@ -12,6 +12,7 @@ from enum import Enum
 class SlabState(Enum):
     """A slab of a chunk that has a region."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is Python code, on every count
     ABSENT = "absent"
     RESERVED = "reserved"
     COMMITTED = "committed"
@@ -20,6 +21,7 @@ class SlabState(Enum):
 class ChunkState(Enum):
     """A chunk that has, or had, a region."""
 
+    __hash__ = object.__hash__
     INCOMPLETE = "incomplete"
     READABLE = "readable"
     RETIRED = "retired"
@@ -30,6 +32,7 @@ class ChunkState(Enum):
 class LeaseState(Enum):
     """A lease."""
 
+    __hash__ = object.__hash__
     HELD = "held"
     RELEASING = "releasing"
     ORPHANED = "orphaned"
