@@ -32,9 +32,10 @@ class Question:
 
     def shown(self) -> str:
         """The question on one line, a long one without its middle."""
-        if len(self.text) <= 100:
-            return self.text
-        return f"{textwrap.shorten(self.text, 44, placeholder='')} … {self.text[-56:].partition(' ')[2]}"
+        text = " ".join(self.text.split())
+        if len(text) <= 100:
+            return text
+        return f"{textwrap.shorten(text, 44, placeholder='')} … {text[-56:].partition(' ')[2]}"
 
 
 _STORY = (
