@@ -159,6 +159,34 @@ def test_a_late_lookup_is_released_by_the_client(real: RealServer) -> None:
         assert (cleared.num_chunks, cleared.held_bytes) == (2, 0)
 
 
+def test_a_scheduler_that_gives_a_stopped_server_up_leaves_no_lease(
+    real: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker stays attached, so that what is leased to nobody would last as long as the engine."""
+    monkeypatch.setattr("antiphon.client.client._TICK_S", 0.05)
+    scheduler_options = {"role": "scheduler", "slabs": (), "needs_arena": False, "give_up_after_s": 0.3}
+    with running(real.port) as worker, running(real.port, **scheduler_options) as scheduler:
+        prompt = Prompt(2)
+        store(populated(session_of(worker)), prompt)
+        first = session_of(scheduler)
+        early = first.call(prompt.lookup("early"))
+        assert isinstance(early, Found)
+        assert early.lease is not None
+        real.process.send_signal(signal.SIGSTOP)
+        late = [first.submit(prompt.lookup(f"late {number}")) for number in range(40)]
+        scheduler.release(first.incarnation, "early", early.lease)
+        wait_until(lambda: not first.is_open)
+        assert all(pending.has_failed for pending in late)
+        assert first.is_read_on
+        real.process.send_signal(signal.SIGCONT)
+        assert scheduler.wait_connected(5)
+        wait_until(lambda: first.is_disposed and scheduler.num_owed_releases == 0)
+        assert session_of(scheduler).incarnation == first.incarnation
+        cleared = session_of(worker).call(protocol.Clear())
+        assert isinstance(cleared, protocol.Cleared)
+        assert (cleared.num_chunks, cleared.held_bytes) == (2, 0)
+
+
 def test_a_server_killed_under_load(real: RealServer) -> None:
     """Calls fail typed and at once, what was leased is readable while it is held, and the server's return is used."""
     with running(real.port, engine="p", drain_quiet_s=0.1) as p, running(real.port, engine="d", drain_quiet_s=0.1) as d:

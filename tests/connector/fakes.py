@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,10 +20,15 @@ from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
 from antiphon.cache_server.translate import CacheCall, answer_of, event_of
 from antiphon.client.options import ClientOptions
+from antiphon.client.pending import OnLate
+from antiphon.client.quiet_log import QuietLog
+from antiphon.client.releases import Releases
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import AntiphonError, CacheUnavailable
 from antiphon.protocol import cache as calls
 from antiphon.storage.arena import ArenaOwner
+
+log = logging.getLogger("antiphon.client")
 
 QUIET_S = 2.0
 _connection_ids = itertools.count(1)
@@ -137,8 +143,8 @@ class FakeServer:
 class FakePending:
     """A call. ``session.deliver`` completes it."""
 
-    def __init__(self, session: FakeSession, body: calls.Body) -> None:
-        self.session, self.body = session, body
+    def __init__(self, session: FakeSession, body: calls.Body, on_late: OnLate | None = None) -> None:
+        self.session, self.body, self.on_late = session, body, on_late
         self.answer: calls.Answered | None = None
         self.error: AntiphonError | None = None
         self.is_abandoned = False
@@ -179,14 +185,18 @@ class FakePending:
     def _give_back(self) -> None:
         if isinstance(self.answer, calls.Found) and self.answer.lease is not None:
             assert isinstance(self.body, calls.Lookup)
-            self.session.submit(calls.Release(self.body.request, self.answer.lease), is_undo=True)
+            self.session.releases.owe(self.session.incarnation, self.body.request, self.answer.lease)
+        if self.answer is not None and self.on_late is not None:
+            self.on_late(self.answer)
 
 
 class FakeSession:
     """A session whose answers come at once, or when ``deliver`` is called where ``is_slow`` says so."""
 
-    def __init__(self, server: FakeServer, options: ClientOptions) -> None:
+    def __init__(self, server: FakeServer, options: ClientOptions, releases: Releases | None = None) -> None:
         self.server, self.options = server, options
+        alone = Releases(lambda: self if self.is_open else None, options.owed_releases_max, QuietLog(log))
+        self.releases = alone if releases is None else releases
         self.instance, self.incarnation = server.instance, server.incarnation
         self.arena = server.owner.mapping if options.needs_arena else None
         self.connection = server.attach(options)
@@ -196,6 +206,7 @@ class FakeSession:
         self.is_disposed = False
         self.is_retired = False
         self.num_holds = 0
+        self.opened_at_s = server.clock()
         self.ended_s = 0.0
         self.queue: deque[FakePending] = deque()
         self.is_slow: Callable[[calls.Body], bool] = lambda _body: False
@@ -204,8 +215,11 @@ class FakeSession:
         self.between_addresses: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
 
-    def submit(self, body: calls.Body, on_late: object = None, *, is_undo: bool = False) -> FakePending:
-        pending = FakePending(self, body)
+    def give_back(self, body: calls.Body, on_late: OnLate | None = None) -> FakePending:
+        return self.submit(body, on_late, is_undo=True)
+
+    def submit(self, body: calls.Body, on_late: OnLate | None = None, *, is_undo: bool = False) -> FakePending:
+        pending = FakePending(self, body, on_late)
         if not self.is_open or (self.is_full and not is_undo):
             pending.complete(None, CacheUnavailable("the session has ended"))
             return pending
@@ -284,6 +298,7 @@ class FakeClient:
         self.current: FakeSession | None = None
         self.all: list[FakeSession] = []
         self.is_closed = False
+        self.releases = Releases(lambda: self.session, options.owed_releases_max, QuietLog(log))
         self.prepare: Callable[[FakeSession], None] = lambda _session: None
         self.server_to_find: FakeServer | None = None
 
@@ -296,6 +311,9 @@ class FakeClient:
     def state(self) -> str:
         return "connected" if self.session is not None else "connecting"
 
+    def release(self, incarnation: str, request: str, lease: int) -> None:
+        self.releases.owe(incarnation, request, lease)
+
     def start(self) -> None:
         if self.server_to_find is not None:
             self.connect(self.server_to_find)
@@ -306,9 +324,10 @@ class FakeClient:
     def connect(self, server: FakeServer) -> None:
         assert self.session is None
         assert server.is_alive
-        self.current = FakeSession(server, self.options)
+        self.current = FakeSession(server, self.options, self.releases)
         self.all.append(self.current)
         self.prepare(self.current)
+        self.releases.pay(self.current)
         self.on_change()
 
     def lose(self) -> None:

@@ -60,7 +60,7 @@ class SteppedWorker(WorkerSide):
         except queue.Empty:
             return False
         if load is not None:
-            sessions = list(self._sessions._held.values())
+            sessions: list[Any] = [held.session for held in self._sessions._held]
             for session in sessions:
                 session.between_addresses = between
             self._run_load(load)
@@ -311,7 +311,8 @@ class Harness:
         assert not self.scheduler._held_back
         assert not self.scheduler._waiting
         if self.scheduler._client.session is not None:
-            assert not side._unreleased
+            assert not self.clients[0].releases, "leases were given back and are not released"
+        assert not len(side._pins)
         for worker in self.sides:
             assert not worker._jobs
             assert not worker._awaited

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -35,9 +35,20 @@ class Rank:
         return [bytes(tensor.view) for tensor in self.tensors]
 
 
+servers: list[FakeServer] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_arena_is_left() -> Iterator[None]:
+    yield
+    while servers:
+        servers.pop().close()
+
+
 def new_session(num_slabs: int = 1, num_chunks: int = 4, slab: int = 0) -> FakeSession:
     layout = ChunkLayout(num_slabs, SLAB_BYTES, "opaque")
     server = FakeServer(layout, CHUNK_SIZE, num_chunks, FakeClock())
+    servers.append(server)
     options = ClientOptions(
         host="", port=1, role=f"worker-{slab}", engine="engine", incarnation="1", model="model", layout=layout,
         chunk_size_tokens=CHUNK_SIZE, slabs=(slab,), needs_arena=True,
@@ -49,7 +60,6 @@ def assert_clean(session: FakeSession) -> None:
     assert not session.server.cache.leases()
     assert session.server.reserved_bytes == 0
     assert sum(session.server.cache.statistics().num_chunks.values()) == 0, "the gate's chunk is left"
-    session.server.close()
 
 
 def test_it_goes_through_the_server() -> None:
@@ -138,7 +148,6 @@ def test_a_full_server_is_gone_round() -> None:
     assert isinstance(reserved, calls.Reserved)
     assert run_gate(rank.copier, session, 0).detail.startswith("without a server")  # type: ignore[arg-type]
     assert rank.content() == rank.before
-    session.server.close()
 
 
 @pytest.mark.parametrize("kind", [calls.Reserve, calls.Commit, calls.Lookup, calls.Release, calls.Clear])
@@ -158,7 +167,6 @@ def test_a_server_that_fails_on_the_way_does_not_turn_reuse_off(
     assert result.has_passed, result.detail
     assert result.detail.startswith("without a server")
     assert rank.content() == rank.before
-    session.server.close()
 
 
 @pytest.mark.parametrize("after", [calls.Reserve, calls.Commit])

@@ -291,9 +291,9 @@ def test_a_failed_load_is_computed_and_not_promised_again(
     harness.lose_server()
     harness.clock.advance(10.0)
     harness.step()
-    harness.sides[0]._sessions.let_go(None, (), True)
+    harness.sides[0]._sessions.let_go(None, 0.0, (), True)
     harness.clock.advance(10.0)
-    harness.sides[0]._sessions.let_go(None, (), True)  # the first rank has no arena any more
+    harness.sides[0]._sessions.let_go(None, 0.0, (), True)  # the first rank has no arena any more
     harness.start_server()
     harness.settle()
     assert harness.engine.num_failed_loads == 1
@@ -373,6 +373,84 @@ def test_a_lease_is_released_on_the_next_connection_to_the_same_server(new_harne
     harness.assert_idle()
 
 
+@pytest.mark.parametrize("is_seen_by_the_server", [False, True])
+def test_a_release_that_was_not_answered_is_sent_again_to_the_same_server(
+    new_harness: NewHarness, is_seen_by_the_server: bool
+) -> None:
+    harness = new_harness()
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    assert harness.server is not None
+    session = harness.clients[0].session
+    assert session is not None
+    session.is_slow = lambda body: isinstance(body, calls.Release)
+    harness.add(PROMPT)
+    for _ in range(3):
+        harness.step()
+        harness.run_copies()
+    assert [type(pending.body) for pending in session.queue] == [calls.Release]
+    if is_seen_by_the_server:  # only its answer is lost
+        harness.server.answer(session.connection, session.queue[0].body)
+    harness.clients[0].lose()
+    harness.dispose()
+    assert harness.server.num_leases == (0 if is_seen_by_the_server else 1)
+    harness.reconnect()
+    assert harness.server.num_leases == 0, "no step of the engine is needed for it"
+    harness.server.num_bad_releases = 0
+    releases = harness.server.num_calls["Release"]
+    harness.clients[0].lose()
+    harness.reconnect()
+    assert harness.server.num_calls["Release"] == releases, "what was answered is not sent again"
+    harness.settle()
+    harness.assert_idle()
+
+
+def test_a_queued_promise_is_loaded_though_the_workers_have_another_connection(new_harness: NewHarness) -> None:
+    """The scheduler's connection was there all the time: the lease is held, through whichever connection it is read."""
+    harness = new_harness()
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    taken = harness.engine.pool.take(len(harness.engine.pool.free))
+    request = harness.add(PROMPT)
+    harness.step()
+    harness.clients[1].lose()
+    for _ in range(2):
+        harness.clock.advance(10.0)
+        harness.sides[0].let_go()
+        harness.dispose()
+    assert harness.clients[1].all[0].is_disposed
+    harness.reconnect()
+    harness.clock.advance(0.1)
+    harness.engine.pool.give_back(taken)
+    harness.settle()
+    assert harness.engine.num_failed_loads == 0
+    assert sources(harness, request) == (0, 24, 0, 4)
+    harness.assert_idle()
+
+
+def test_what_a_late_lookup_found_is_owed_too(new_harness: NewHarness) -> None:
+    harness = new_harness()
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    assert harness.server is not None
+    make_slow(harness, calls.Lookup, calls.Release)
+    harness.add(PROMPT)
+    harness.step()
+    harness.clock.advance(0.051)
+    harness.step()
+    session = harness.clients[0].session
+    assert session is not None
+    session.deliver(1)
+    assert [type(pending.body) for pending in session.queue] == [calls.Release]
+    harness.clients[0].lose()
+    harness.dispose()
+    assert harness.server.num_leases == 1
+    harness.reconnect()
+    assert harness.server.num_leases == 0
+    harness.settle()
+    harness.assert_idle()
+
+
 def test_an_engine_without_a_server_serves(new_harness: NewHarness) -> None:
     harness = new_harness(has_server=False)
     assert harness.run(PROMPT).status is Status.FINISHED_STOPPED
@@ -399,11 +477,12 @@ def test_clearing_reaches_the_server(new_harness: NewHarness) -> None:
 def test_a_plan_survives_the_way_to_the_workers() -> None:
     region = calls.Region(4096, 8192, 7)
     plan = StepPlan(
-        loads=[LoadPlan("one", "life", (region,), 1, (4, 5))],
+        loads=[LoadPlan("one", "life", (region,), 1, (4, 5), 12.5)],
         stores=[StorePlan(3, "two", b"n" * 32, "tenant", None, (b"k" * 32,), (8, 9))],
         preempted=["three"],
         finished=["four"],
         incarnation="life",
+        made_at_s=13.5,
         cancel_stores=True,
     )
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -11,6 +11,7 @@ import pytest
 from antiphon.client.options import ClientOptions
 from antiphon.connector.copy import BlockCopier, layer_blocks
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.connector.sessions import ENDED_MAX
 from antiphon.connector.worker import NoReuse, WorkerSide
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.protocol import cache as calls
@@ -103,11 +104,11 @@ class Bench:
         return found
 
     def load_plan(self, request: str, found: calls.Found, block_ids: tuple[int, ...], skip: int = 0) -> LoadPlan:
-        return LoadPlan(request, self.server.incarnation, found.regions, skip, block_ids)
+        return LoadPlan(request, self.server.incarnation, found.regions, skip, block_ids, self.clock())
 
     def step(self, plan: StepPlan | None = None, *, has_forward: bool = True) -> None:
         plan = plan or StepPlan()
-        plan.incarnation = self.server.incarnation
+        plan.incarnation, plan.made_at_s = self.server.incarnation, self.clock()
         self.side.begin_step(plan)
         self.side.start_loads(plan)
         if has_forward:
@@ -239,11 +240,11 @@ def test_a_load_that_fails_is_reported_with_its_blocks_only(
     session = bench.client.session
     assert session is not None
     if failure == "life":
-        plan = LoadPlan("two", "an earlier life", plan.regions, 0, plan.block_ids)
+        plan = LoadPlan("two", "an earlier life", plan.regions, 0, plan.block_ids, plan.promised_at_s)
     elif failure == "region":
         monkeypatch.setattr(session, "address_of", lambda _region: (_ for _ in ()).throw(calls.ProtocolError("none")))
     else:
-        plan = LoadPlan("two", plan.incarnation, plan.regions[:1], 0, plan.block_ids)
+        plan = LoadPlan("two", plan.incarnation, plan.regions[:1], 0, plan.block_ids, plan.promised_at_s)
     bench.step(StepPlan(loads=[plan]))
     wait_until(taken(bench, "received"))
     assert bench.side.take_failed_blocks() == {10, 11, 12, 13}
@@ -316,7 +317,7 @@ def test_the_arena_of_a_lost_server_is_kept_for_promises_and_then_let_go(bench: 
 def test_a_step_that_runs_keeps_the_arena_that_its_plan_may_name(bench: Bench) -> None:
     first = bench.client.all[0]
     bench.client.lose()
-    bench.side.begin_step(StepPlan(incarnation=bench.server.incarnation))
+    bench.step()
     bench.side._let_go()
     bench.clock.advance(60.0)
     bench.side._let_go()
@@ -326,16 +327,74 @@ def test_a_step_that_runs_keeps_the_arena_that_its_plan_may_name(bench: Bench) -
     assert first.num_holds == 0
 
 
-def test_the_same_life_reached_again_is_held_once(bench: Bench) -> None:
+def test_the_same_life_reached_again_is_another_connection_and_the_former_is_kept(bench: Bench) -> None:
+    """The engine always had a connection: what was promised before the new one can be loaded through the former."""
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "a")
+    early = bench.load_plan("two", found, (10, 11))
     first = bench.client.all[0]
     bench.client.lose()
+    bench.side._let_go()
+    bench.clock.advance(0.1)
     bench.client.connect(bench.server)
     second = bench.client.all[1]
-    assert (first.num_holds, second.num_holds) == (0, 1)
+    assert (first.num_holds, second.num_holds) == (1, 1)
+    assert list(bench.server.gates.values())[-1] == "passed", "the gate is told on every connection"
     bench.clock.advance(60.0)
     bench.side._let_go()
-    assert (first.num_holds, second.num_holds) == (0, 1)
-    assert list(bench.server.gates.values())[-1] == "passed", "the gate is told on every connection"
+    assert first.num_holds == 1, "a plan made before the second connection may be on its way"
+    bench.copier.may_go.clear()
+    bench.step(StepPlan(loads=[early, bench.load_plan("three", found, (12, 13))]))
+    assert bench.copier.is_inside.wait(DEADLINE_S)
+    assert (first.num_holds, second.num_holds) == (2, 1)
+    bench.side._let_go()
+    assert first.num_holds == 2, "a load that is queued may need it"
+    bench.copier.may_go.set()
+    wait_until(lambda: not bench.side._loading)
+    assert bench.side.take_failed_blocks() == set()
+    assert bench.blocks(10, 11) == bench.blocks(12, 13) == bench.blocks(1, 2)
+    bench.side._let_go()
+    assert (first.num_holds, second.num_holds) == (0, 1), "whatever comes was promised after the second connection"
+    assert first.is_retired
+
+
+def test_the_connections_that_are_kept_are_bounded(bench: Bench) -> None:
+    for _ in range(ENDED_MAX + 3):
+        bench.client.lose()
+        bench.clock.advance(0.1)
+        bench.client.connect(bench.server)
+    holds = [session.num_holds for session in bench.client.all]
+    assert holds == [0] * 3 + [1] * (ENDED_MAX + 1)
+    assert [session.is_retired for session in bench.client.all] == [True] * 3 + [False] * (ENDED_MAX + 1)
+    assert bench.client.options.ended_sessions_max > ENDED_MAX, "the client would not connect again"
+
+
+def test_a_load_goes_through_a_session_that_was_there_before_the_promise(bench: Bench) -> None:
+    """The engine had no connection for a moment: its lease ended, and the bytes are another's."""
+    bench.step(StepPlan(stores=[bench.store_plan("one", "a")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "a")
+    plan = bench.load_plan("two", found, (10, 11))
+    first = bench.client.all[0]
+    bench.client.lose()
+    bench.scheduler.lose()
+    bench.side.take_finished()
+    bench.side._let_go()
+    bench.clock.advance(3.0)
+    bench.side._let_go()  # no step runs: it is let go
+    first.dispose_if_due()
+    bench.scheduler.all[0].dispose_if_due()
+    assert first.is_disposed
+    bench.clock.advance(3.0)
+    bench.server.tick()
+    assert bench.server.num_leases == 0
+    bench.client.connect(bench.server)
+    before = bench.blocks(10, 11)
+    bench.step(StepPlan(loads=[plan]))
+    wait_until(taken(bench, "received"))
+    assert bench.side.take_failed_blocks() == {10, 11}
+    assert bench.blocks(10, 11) == before
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -369,7 +428,7 @@ def test_news_of_ranks_add_up() -> None:
 
 def test_a_worker_without_reuse_answers_everything_once() -> None:
     region = calls.Region(0, 1, 1)
-    worker, plan = NoReuse(), StepPlan(loads=[LoadPlan("one", "life", (region,), 0, (4, 5))], finished=["two"])
+    worker, plan = NoReuse(), StepPlan(loads=[LoadPlan("one", "life", (region,), 0, (4, 5), 1.0)], finished=["two"])
     plan.stores = [StorePlan(7, "three", NAMESPACE, "tenant", None, (b"k" * 32,), (1, 2))]
     worker.begin_step(plan)
     worker.start_loads(plan)

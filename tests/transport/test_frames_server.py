@@ -269,6 +269,28 @@ async def test_a_peer_that_shuts_its_reading_side_is_not_taken_for_gone(stand: S
     await stand.until(lambda: stand.echo.ended_numbers == [1])
 
 
+@pytest.mark.parametrize("is_unix", [True, False])
+async def test_a_peer_that_has_hung_up_is_known_before_its_frames_are_taken_up(stand: Stand, is_unix: bool) -> None:
+    sock = stand.connect(is_unix)
+    assert await stand.ask(sock, b"one") == b"one"
+    connection = stand.echo.connections[1]
+    assert not connection.has_hung_up
+    sock.shutdown(socket.SHUT_RD)
+    assert not connection.has_hung_up
+    seen: list[bool] = []
+    received = stand.echo.frame_received
+
+    def frame_received(connection: FrameConnection, payload: bytes) -> None:
+        seen.append(connection.has_hung_up)
+        received(connection, payload)
+
+    stand.echo.frame_received = frame_received  # type: ignore[method-assign]
+    sock.sendall(framed(b"two") + framed(b"three"))
+    sock.close()
+    await stand.until(lambda: stand.echo.ended_numbers == [1])
+    assert seen == [True, True]
+
+
 async def test_connections_are_bounded_and_room_comes_back(stand: Stand) -> None:
     first = [stand.connect() for _ in range(LIMITS.connections_max)]
     for sock in first:

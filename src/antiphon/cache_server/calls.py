@@ -2,6 +2,8 @@
 
 Owns what is known of each connection. A frame that is no call costs its connection. A connection that is attached is
 not let go before its peer hangs up, since its process may still be copying: only then is the cache told (``Detach``).
+A lookup of a peer that has hung up is not taken up: nobody would know of its lease, which lasts while other processes
+of the engine are attached. What else such a peer sent counts, or ends with the connection.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Calls:
     tallies: CallTallies
     quiet: QuietLog
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Calls answered, by name and by ``ok`` or the error code; frames that are no call as ``frame``."""
+    """Calls, by name and by ``ok`` or the error code; lookups of peers that are gone by ``hung_up``; frames that are no
+    call as ``frame``."""
     _peers: dict[int, _Peer] = field(default_factory=dict)
 
     # ---- FrameHandler ------------------------------------------------------------------------------------------------
@@ -82,6 +85,9 @@ class Calls:
         peer = self._peers.get(connection.number)
         if peer is None:
             self._greet(connection, call)
+            return
+        if isinstance(call.body, wire.Lookup) and connection.has_hung_up:
+            self.counts["Lookup", "hung_up"] += 1
             return
         try:
             answer = self._answer(connection, peer, call.body)

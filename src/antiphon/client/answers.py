@@ -52,7 +52,7 @@ def check_answer(call: Body, answer: Answered) -> None:
             raise ProtocolError("a commit was answered for another number of regions")
 
 
-def undo_of(call: Body, answer: Answered) -> Body | None:
+def undo_of(call: Body, answer: Answered) -> Release | Abort | None:
     """The call that gives back what ``answer`` granted to a caller that is gone; None where it granted nothing."""
     if isinstance(answer, Found) and isinstance(call, Lookup) and answer.lease is not None:
         return Release(request=call.request, lease=answer.lease)

@@ -25,6 +25,7 @@ from typing import Final
 from antiphon.client.handshake import Refused, connect
 from antiphon.client.options import ClientOptions, ClientState
 from antiphon.client.quiet_log import QuietLog
+from antiphon.client.releases import Releases
 from antiphon.client.session import Session
 from antiphon.core.errors import AntiphonError, CacheUnavailable
 
@@ -62,6 +63,7 @@ class CacheClient:
         self._state = ClientState("connecting")
         self._session: Session | None = None
         self._ended: list[Session] = []
+        self._releases = Releases(lambda: self.session, options.owed_releases_max, self._quiet)
         self._num_refusals = 0  # in a row
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="antiphon-cache-client", daemon=True)
@@ -103,6 +105,18 @@ class CacheClient:
         session = self._session
         return session if session is not None and session.is_open else None
 
+    def release(self, incarnation: str, request: str, lease: int) -> None:
+        """Gives a lease of that life of the server back: now, or on the next session with it. Never waits.
+
+        It is owed until the server has answered, whatever that says: the lease ended at the latest then.
+        """
+        self._releases.owe(incarnation, request, lease)
+
+    @property
+    def num_owed_releases(self) -> int:
+        """Leases that were given back, and of which the server has not answered."""
+        return len(self._releases)
+
     @property
     def state(self) -> ClientState:
         """What the client is doing, for people."""
@@ -135,7 +149,7 @@ class CacheClient:
     def _give_up(self, reason: str) -> None:
         session = self._session
         if session is not None:
-            session.end(reason)
+            session.give_up(reason)
             self._session = None
             self._ended.append(session)
         self._state = ClientState("connecting", reason)
@@ -177,8 +191,9 @@ class CacheClient:
             self._num_refusals = 0
             return None
         self._num_refusals = 0
-        session = Session(made.wire, made.welcome, made.arena, self.options, self._wakeup.wake, self._quiet)
+        session = Session(made, self.options, self._releases, self._wakeup.wake, self._quiet)
         self._session = session
+        self._releases.pay(session)
         self._quiet.info(
             "connected", f"connected to cache server {session.instance} ({session.incarnation}) at {where}"
         )
@@ -196,7 +211,7 @@ class CacheClient:
             if events & select.POLLOUT:
                 session.flush()
             if session.oldest_unanswered_s > self.options.give_up_after_s:
-                session.end(f"a call was not answered for {self.options.give_up_after_s:g} s")
+                session.give_up(f"a call was not answered for {self.options.give_up_after_s:g} s")
         self._session = None
         self._ended.append(session)
         self._quiet.warning("ended session", f"the connection to the cache server ended: {session.end_reason}")
@@ -227,12 +242,18 @@ class CacheClient:
         poller.register(self._wakeup.descriptor, select.POLLIN)
         if descriptor >= 0:
             poller.register(descriptor, events)
+        read_on = {session.fileno(): session for session in self._ended if session.is_read_on}
+        for ended in read_on:
+            poller.register(ended, select.POLLIN)
         # Rounded up, so that a wait that is nearly over does not turn into a spin.
         found = dict(poller.poll(max(0, int(timeout_s * 1000) + 1)))
         if found.pop(self._wakeup.descriptor, 0):
             self._wakeup.clear()
         if self._is_closing:
             raise _Closing
+        for ended, session in read_on.items():
+            if found.pop(ended, 0):
+                session.receive()
         return found.get(descriptor, 0)
 
     def _dispose_ended(self) -> float | None:
@@ -267,6 +288,7 @@ class CacheClient:
             session.close_descriptor_in_child()
         self._session, self._ended = None, []
         self._state = ClientState("closed", "the process was forked")
+        self._releases.forget_in_child()
         self._wakeup.close_in_child()
 
 

@@ -35,6 +35,9 @@ class ClientOptions:
             server takes the end of file as "touches the arena no more".
         send_buffer_bytes: calls that the socket does not take yet; more are refused. Four of the largest frames.
         unanswered_calls_max: calls sent and not answered; more are refused.
+        owed_releases_max: leases given back, of which the server has not answered. A scheduler holds fewer promises.
+        read_on_max_s: how long answers of a session that was given up are read, while the server has not hung up: it
+            may be stopped in the middle of a lookup, which finds something when it goes on.
         ended_sessions_max: ended sessions that are kept, each with the memory of a dead server's arena; no new one is
             begun beyond it.
     """
@@ -59,6 +62,8 @@ class ClientOptions:
     drain_quiet_s: float = 2.0
     send_buffer_bytes: int = 4 << 20
     unanswered_calls_max: int = 16_384
+    owed_releases_max: int = 4096
+    read_on_max_s: float = 300.0
     ended_sessions_max: int = 4
 
     def __post_init__(self) -> None:

@@ -3,7 +3,11 @@
 Always true:
 
 - A call that was submitted is done at the latest when the session ends: with its answer or with ``CacheUnavailable``.
-- What an abandoned call was granted is given back, or the session ends, after which the server takes it back itself.
+- What an abandoned call was granted is given back: a lease is owed to the client's next session too (``releases``), a
+  reservation ends with the connection.
+- A session that is given up says so to the server (end of file), and is read on to the server's: nothing that a lookup
+  found meanwhile is lost, as a server takes up no lookup of a peer that has hung up. Only without an arena, for the end
+  of file means "this process touches the arena no more"; who maps one looks nothing up.
 - Once ended, a session never opens again. Its socket and its mapping stay until ``is_disposable``: the server takes the
   end of file as "this process touches the arena no more".
 
@@ -19,13 +23,24 @@ from collections.abc import Callable
 from typing import Final
 
 from antiphon.client.answers import check_answer, undo_of
+from antiphon.client.handshake import Connected
 from antiphon.client.options import ClientOptions
 from antiphon.client.pending import OnLate, Pending
 from antiphon.client.quiet_log import QuietLog
-from antiphon.client.wire import Wire
+from antiphon.client.releases import Releases
 from antiphon.core.errors import CacheUnavailable, CallTimeout, ProtocolError
-from antiphon.protocol.cache import Answer, Answered, Body, Call, Failure, Region, Welcome, decode_answer, frame
-from antiphon.storage.arena import ArenaMapping
+from antiphon.protocol.cache import (
+    Answer,
+    Answered,
+    Body,
+    Call,
+    Failure,
+    Lookup,
+    Region,
+    Release,
+    decode_answer,
+    frame,
+)
 
 _ID_MAX: Final = (1 << 63) - 1
 _UNMAP_AGAIN_S: Final = 1.0
@@ -36,38 +51,39 @@ class Session:
     """A connection that is attached.
 
     Args:
-        wire: to the server's unix socket; it belongs to the session from here on.
-        welcome: what the server said of itself.
-        arena: its mapping, which belongs to the session from here on; None where it is not needed.
+        made: the connection, which belongs to the session from here on; its arena is None where none is needed.
         options: of the client.
+        releases: what the client owes, this session and others.
         wake: wakes the client's thread: bytes wait to be sent, the session has ended, or it can be disposed of.
         log: for faults.
     """
 
     def __init__(
         self,
-        wire: Wire,
-        welcome: Welcome,
-        arena: ArenaMapping | None,
+        made: Connected,
         options: ClientOptions,
+        releases: Releases,
         wake: Callable[[], None],
         log: QuietLog,
     ) -> None:
-        self.instance = welcome.instance
-        self.incarnation = welcome.incarnation
-        self.chunk_size_tokens = welcome.chunk_size_tokens
-        self.arena = arena
+        self.instance = made.welcome.instance
+        self.incarnation = made.welcome.incarnation
+        self.chunk_size_tokens = made.welcome.chunk_size_tokens
+        self.arena = made.arena
         self.is_open = True
         self.end_reason: str | None = None
         self.ended_at_s: float | None = None
         self.opened_at_s = time.monotonic()
-        self._wire = wire
+        self._wire = made.wire
         self._options = options
+        self._releases = releases
         self._wake = wake
         self._log = log
         self._lock = threading.Lock()  # everything below, and sending
         self._receiving = threading.Lock()  # receiving; taken before _lock, never after it
         self._calls: dict[int, Pending] = {}  # by id, the oldest first
+        self._unheard: dict[int, Pending] = {}  # of a session that was given up, while it is read on
+        self._read_on_until_s: float | None = None
         self._next_id = 1
         self._answered_at_s = self.opened_at_s
         self._num_holds = 0
@@ -181,7 +197,7 @@ class Session:
         late: list[_Late] = []
         reason: str | None = None
         try:
-            if not self.is_open:
+            if not (self.is_open or self.is_read_on):
                 return
             for payload in self._wire.receive():
                 self._take(payload, late)
@@ -196,6 +212,7 @@ class Session:
         for pending, answer in late:
             self._give_back(pending, answer)
         if reason is not None:
+            self._all_heard()
             self.end(reason)
 
     def _take(self, payload: bytes, late: list[_Late]) -> None:
@@ -203,6 +220,12 @@ class Session:
         message: Answer = decode_answer(payload)
         answer = message.body
         with self._lock:
+            unheard = self._unheard.pop(message.id, None)
+            if unheard is not None:
+                check_answer(unheard.body, answer)
+                late.append((unheard, answer))
+            if not self.is_open:
+                return
             pending = self._calls.get(message.id)
             if pending is None:
                 said = f", which says: {answer.message}" if isinstance(answer, Failure) else ""
@@ -227,16 +250,22 @@ class Session:
     def _give_back(self, pending: Pending, answer: Answered) -> None:
         """Undoes what nobody waits for, then tells ``on_late``."""
         undo = undo_of(pending.body, answer)
-        if undo is not None and self.is_open:
-            sent = self._submit(undo, None, is_undo=True)
-            sent.is_abandoned = True
-            if sent.has_failed:
-                self.end("what abandoned calls were granted could not be given back")
-        if pending.on_late is not None:
+        if isinstance(undo, Release):
+            self._releases.owe(self.incarnation, undo.request, undo.lease)
+        elif undo is not None and self.is_open:
+            self.give_back(undo).abandon()
+        if pending.on_late is not None and pending.is_abandoned:
             try:
                 pending.on_late(answer)
             except Exception as error:  # supervised: a caller's mistake must not end the thread that serves all
                 self._log.error("on_late", "the handler of a late answer failed", error)
+
+    def give_back(self, body: Body, on_late: OnLate | None = None) -> Pending:
+        """As ``submit``, with a share of the limits of its own. Where even that is full, the session is given up."""
+        pending = self._submit(body, on_late, is_undo=True)
+        if pending.has_failed:
+            self.give_up("what was granted could not be given back")
+        return pending
 
     # ---- the arena -----------------------------------------------------------------------------------------------
 
@@ -285,15 +314,41 @@ class Session:
     def end(self, reason: str) -> None:
         """No call is sent or answered any more; those that wait fail. The first reason counts."""
         with self._lock:
-            if not self.is_open:
-                return
-            self.is_open = False
-            self.end_reason = reason
-            self.ended_at_s = time.monotonic()
-            failed, self._calls = self._calls, {}
-            for pending in failed.values():
-                pending.complete(None, CacheUnavailable(f"the connection to the cache server ended: {reason}"))
+            self._end(reason)
         self._wake()
+
+    def give_up(self, reason: str) -> None:
+        """As ``end``, of a server that may still answer: what its lookups find is given back."""
+        with self._lock:
+            unheard = self._end(reason)
+            has_lookups = any(isinstance(pending.body, Lookup) for pending in unheard.values())
+            if has_lookups and self.arena is None and self._wire.end_reason is None:
+                self._unheard = unheard
+                self._read_on_until_s = time.monotonic() + self._options.read_on_max_s
+                self._wire.shut_down()
+        self._wake()
+
+    def _end(self, reason: str) -> dict[int, Pending]:
+        """Under the lock. Returns the calls that were waiting; none where it has ended before."""
+        if not self.is_open:
+            return {}
+        self.is_open = False
+        self.end_reason = reason
+        self.ended_at_s = time.monotonic()
+        failed, self._calls = self._calls, {}
+        for pending in failed.values():
+            pending.complete(None, CacheUnavailable(f"the connection to the cache server ended: {reason}"))
+        return failed
+
+    @property
+    def is_read_on(self) -> bool:
+        """Whether it was given up, and the server has not hung up yet."""
+        return self._read_on_until_s is not None
+
+    def _all_heard(self) -> None:
+        """Nothing more comes."""
+        with self._lock:
+            self._unheard, self._read_on_until_s = {}, None
 
     def disposable_at_s(self) -> float | None:
         """When an ended session can be disposed of (monotonic clock); None while it is open or held, or once it is."""
@@ -303,6 +358,8 @@ class Session:
             # Without a mapping there is nothing that a copy could touch.
             has_quiet = self._is_retired or self.arena is None
             at_s = self.ended_at_s + (0.0 if has_quiet else self._options.drain_quiet_s)
+            if self._read_on_until_s is not None:
+                at_s = self._read_on_until_s
             return max(at_s, self._not_disposable_before_s)
 
     @property
@@ -326,6 +383,7 @@ class Session:
                     self._not_disposable_before_s = time.monotonic() + _UNMAP_AGAIN_S
                     return False
             self._is_disposed = True
+            self._unheard, self._read_on_until_s = {}, None
             self._wire.close()
             return True
 

@@ -7,6 +7,7 @@ the peer does: once the stream is over, ``end_reason`` says why.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import Final
@@ -114,6 +115,12 @@ class Wire:
             start = end
         del received[:start]
         return frames
+
+    def shut_down(self) -> None:
+        """Sends nothing more: the peer sees the end of file. What it still sends is received."""
+        self._unsent.clear()
+        with contextlib.suppress(OSError):  # the peer is gone already
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Closes the socket; the peer sees the end of file."""

@@ -21,6 +21,8 @@ class LoadPlan:
         regions: the chunks to read, in order.
         skip_blocks: blocks at the start of the first region that the engine has already.
         block_ids: the blocks to fill, in order; the last region may be used in part.
+        promised_at_s: when the lease was known to be held, on the monotonic clock, which all processes of a host share.
+            Only a connection that was there by then, and is since, protects the regions.
     """
 
     request: str
@@ -28,6 +30,7 @@ class LoadPlan:
     regions: tuple[Region, ...]
     skip_blocks: int
     block_ids: tuple[int, ...]
+    promised_at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class StepPlan:
         preempted: requests whose blocks may be overwritten in this step: their copies end first.
         finished: requests that wait for the end of their stores; reported once each.
         incarnation: life of the cache server that promises are made on; None without a connection.
+        made_at_s: when it was complete, on the monotonic clock: what later plans load is promised later. 0 where the
+            scheduler side did not make it.
         cancel_stores: the scheduler side is out of order and cannot hold blocks back: all stores end first.
     """
 
@@ -71,6 +76,7 @@ class StepPlan:
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     incarnation: str | None = None
+    made_at_s: float = 0.0
     cancel_stores: bool = False
 
 

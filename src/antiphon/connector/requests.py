@@ -14,6 +14,10 @@ from antiphon.core.chunks import ChunkChain, MultimodalItem
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.protocol.cache import Region
 
+PROMISES_AHEAD_MAX = 256
+"""Requests that may hold a promise before the scheduler asks for them, and as many again that it has asked for and not
+scheduled. A queue may be thousands deep; what it pins cannot be evicted, for other engines either."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
@@ -50,6 +54,7 @@ class Promise:
         num_tokens: tokens of these chunks.
         found_s: when it was asked for, in seconds of the monotonic clock.
         is_capped: more was readable, and held back.
+        held_at_s: when its session was last seen open, in seconds of the monotonic clock: the lease was held then.
     """
 
     session: Session | None
@@ -58,6 +63,7 @@ class Promise:
     num_tokens: int
     found_s: float
     is_capped: bool = False
+    held_at_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -122,6 +128,8 @@ class TrackedRequest:
         loading: blocks being filled from the arena.
         no_load: a load of this request has failed: it is computed.
         jobs: stores that have not ended.
+        is_asked: the scheduler has asked for it since it came.
+        no_room_since_s: when the scheduler asked for it first while too many others held promises.
         is_finished: vLLM is done with it; kept while a load or store runs.
     """
 
@@ -138,7 +146,15 @@ class TrackedRequest:
     is_from_l1: bool = False
     jobs: set[int] = field(default_factory=set)
     sources: Sources = field(default_factory=Sources)
+    is_asked: bool = False
+    no_room_since_s: float | None = None
     is_finished: bool = False
+
+    @property
+    def pins_chunks(self) -> bool:
+        """Whether it holds a promise without being scheduled, or may be given one."""
+        has_promise = self.promise is not None and self.promise.lease is not None
+        return (has_promise or self.lookup is not None) and not self.loading and not self.is_finished
 
     def extend_chain(self, num_tokens: int) -> int:
         """Hashes the full chunks of the first ``num_tokens`` tokens that were not hashed before.
@@ -152,3 +168,35 @@ class TrackedRequest:
         if end > known:
             self.chain.extend(self.request.all_token_ids[known:end])
         return num_chunks
+
+
+class Pins:
+    """The requests that pin chunks without being scheduled: at most twice ``PROMISES_AHEAD_MAX``.
+
+    Those that the scheduler has asked for have a number of their own: it may pass over the head of its queue (for an
+    adapter that has no room, for example), and who is next must not miss what is stored because of that.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: set[str] = set()
+        self._asked: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ahead) + len(self._asked)
+
+    @property
+    def has_room_ahead(self) -> bool:
+        """Whether a request that has just come may be looked up."""
+        return len(self._ahead) < PROMISES_AHEAD_MAX and len(self._asked) < PROMISES_AHEAD_MAX
+
+    def has_room_for(self, tracked: TrackedRequest) -> bool:
+        """Whether a request that the scheduler asks for may be looked up."""
+        return tracked.request.request_id in self._asked or len(self._asked) < PROMISES_AHEAD_MAX
+
+    def note(self, tracked: TrackedRequest) -> None:
+        """To be called where a request may have begun or ended to pin chunks."""
+        request_id = tracked.request.request_id
+        self._ahead.discard(request_id)
+        self._asked.discard(request_id)
+        if tracked.pins_chunks:
+            (self._asked if tracked.is_asked else self._ahead).add(request_id)

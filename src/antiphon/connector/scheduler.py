@@ -6,7 +6,9 @@ answer is used when the scheduler asks. It imports no vLLM; ``vllm_connector`` c
 Always true:
 
 - Only leased chunks of a connected server are promised, and only once every worker's gate has passed.
-- A lease is released once: when its load has ended, or when nothing will be loaded.
+- A lease is given back once: when its load has ended, or when nothing will be loaded. The client owes it from there on.
+- A load is planned with a time at which its lease was held for certain: the session that leased it was open then.
+- Requests that are not scheduled hold promises up to a number: beyond it a lookup waits until the scheduler asks.
 - Chunks are offered only under the same conditions: what a gate has not proven is not stored either.
 - Blocks of a finished request are held back while a store of it runs; a preempted request is named to the workers
   before its blocks are used again, and its stores are waited for no more. A request that is being loaded is held back
@@ -19,16 +21,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from antiphon.client.session import Session
 from antiphon.connector.compat import RequestFields, is_remote_prefill
 from antiphon.connector.gate_watch import GateWatch
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
-from antiphon.connector.requests import LookupCall, Promise, RequestIdentity, TrackedRequest
+from antiphon.connector.requests import LookupCall, Pins, Promise, RequestIdentity, TrackedRequest
 from antiphon.core.chunks import ChunkChain
 from antiphon.core.errors import AntiphonError
 from antiphon.protocol import cache as calls
@@ -38,17 +39,16 @@ log = logging.getLogger("antiphon.connector")
 LOOKUP_FRESH_S = 1.0
 """A miss or a capped answer older than this when the scheduler asks is looked up once more: the request has queued."""
 
-UNRELEASED_MAX = 4096
-"""Leases to release once the connection to the same life of the server is back; past it the oldest is left to the end
-of the engine's connections."""
-
 
 class SessionSource(Protocol):
-    """Where the current session comes from (``client.CacheClient``)."""
+    """Where the current session comes from, and where leases go (``client.CacheClient``)."""
 
     @property
     def session(self) -> Session | None:
         """The attached connection, or None."""
+
+    def release(self, incarnation: str, request: str, lease: int) -> None:
+        """Gives a lease of that life of the server back, now or later. Never waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,16 @@ class SchedulerSide:
         self._job_numbers = itertools.count(1)
         self._plan = StepPlan()
         self._gate = GateWatch(options.num_ranks, options.lookup_timeout_s, now_s)
-        self._unreleased: deque[tuple[str, str, int]] = deque(maxlen=UNRELEASED_MAX)
+        self._pins = Pins()
 
     # ---- questions of the scheduler --------------------------------------------------------------------------------
 
     def new_request(self, request: RequestFields) -> None:
         """A request has come: its lookup is sent, so that the answer is there when it is scheduled."""
         tracked = self._track(request)
-        if self._may_load(tracked):
+        if self._may_load(tracked) and self._pins.has_room_ahead:
             self._send_lookup(tracked)
+            self._pins.note(tracked)
 
     def num_matched_tokens(self, request: RequestFields, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``num_computed_tokens`` that can be loaded, and whether the load is asynchronous.
@@ -130,7 +131,9 @@ class SchedulerSide:
         tracked.num_stored_chunks = 0
         if not self._may_load(tracked):
             return 0, False
+        tracked.is_asked = True
         promise = self._promise_of(tracked)
+        self._pins.note(tracked)
         if promise is None:
             return None, False
         num_tokens = min(promise.num_tokens, request.num_tokens) - num_computed_tokens
@@ -141,12 +144,14 @@ class SchedulerSide:
         tracked = self._track(request)
         tracked.block_ids = list(block_ids)
         promise, tracked.promise = tracked.promise, None
+        tracked.no_room_since_s = None
         self._drop_lookup(tracked)
         if num_external_tokens <= 0:
             if promise is not None and not tracked.loading:
                 self._release(promise, request.request_id)
             elif promise is not None:
                 tracked.promise = promise  # the second call after a load: it ends with the load
+            self._pins.note(tracked)
             return
         assert promise is not None and promise.lease is not None, "the scheduler loads what was not promised"
         assert promise.session is not None
@@ -161,10 +166,12 @@ class SchedulerSide:
                 regions=promise.regions[first:last],
                 skip_blocks=(start - first * size) // block_size,
                 block_ids=to_fill,
+                promised_at_s=promise.held_at_s,
             )
         )
         tracked.promise = promise
         tracked.loading = frozenset(to_fill)
+        self._pins.note(tracked)
         tracked.is_from_l1 = True
         tracked.num_stored_chunks = max(tracked.num_stored_chunks, last)
 
@@ -213,7 +220,7 @@ class SchedulerSide:
         plan, self._plan = self._plan, StepPlan()
         session = self._client.session
         plan.incarnation = session.incarnation if session is not None else None
-        self._release_left(session)
+        plan.made_at_s = self._now_s()
         return plan
 
     def finished(self, request: RequestFields, is_aborted: bool) -> bool:
@@ -227,6 +234,7 @@ class SchedulerSide:
         if tracked.promise is not None and not tracked.loading:
             self._release(tracked.promise, request.request_id)
             tracked.promise = None
+        self._pins.note(tracked)
         is_held_back = bool(tracked.jobs) and not tracked.loading
         self._forget_if_done(tracked)
         return is_held_back
@@ -324,25 +332,48 @@ class SchedulerSide:
             return None
         promise = tracked.promise
         if promise is not None:
-            if self._is_good(promise):
-                return promise
+            if (good := self._good(promise)) is not None:
+                tracked.promise = good
+                return good
             self._release(promise, tracked.request.request_id)
             tracked.promise = None
+        if not self._pins.has_room_for(tracked):
+            return self._without_room(tracked)
+        tracked.no_room_since_s = None
         self._send_lookup(tracked)
         if tracked.lookup is None:
             session = self._client.session
             is_early = session is not None and session.is_responsive and self._gate.state(session) == "asked"
             return None if is_early else self._miss()
-        self._take_answer(tracked)
+        if not self._take_answer(tracked):
+            return None
+        assert tracked.promise is not None
+        good = self._good(tracked.promise)
+        if good is None:  # its session has ended in between
+            self._release(tracked.promise, tracked.request.request_id)
+        tracked.promise = good or self._miss()
         return tracked.promise
 
-    def _is_good(self, promise: Promise) -> bool:
-        """Whether it can be used when the scheduler asks: the connection is there, and a poor answer is not old."""
+    def _good(self, promise: Promise) -> Promise | None:
+        """The promise, if it can be used when the scheduler asks: its connection is there, a poor answer is not old.
+
+        An open session has not been closed by this process, so that the server holds its lease.
+        """
+        now_s = self._now_s()  # before the session is looked at
         if promise.session is not None and not promise.session.is_open:
-            return False  # the server is gone, or only the connection is
+            return None  # the server is gone, or only the connection is
         is_poor = promise.lease is None or promise.is_capped
         fresh_s = max(LOOKUP_FRESH_S, self._options.lookup_timeout_s)
-        return not is_poor or self._now_s() - promise.found_s < fresh_s
+        if is_poor and now_s - promise.found_s >= fresh_s:
+            return None
+        return replace(promise, held_at_s=now_s)
+
+    def _without_room(self, tracked: TrackedRequest) -> Promise | None:
+        """Too many others hold promises: it waits for them to be scheduled, as long as for an answer."""
+        now_s = self._now_s()
+        if tracked.no_room_since_s is None:
+            tracked.no_room_since_s = now_s
+        return None if now_s - tracked.no_room_since_s < self._options.lookup_timeout_s else self._miss()
 
     def _take_answer(self, tracked: TrackedRequest) -> bool:
         """Makes the answer of the lookup the promise. Returns False while it may still come."""
@@ -385,21 +416,9 @@ class SchedulerSide:
         return Promise(None, None, (), 0, self._now_s())
 
     def _release(self, promise: Promise, request_id: str) -> None:
-        if promise.lease is None:
-            return
-        assert promise.session is not None
-        session, incarnation = self._client.session, promise.session.incarnation
-        is_same = session is not None and session.incarnation == incarnation
-        if not is_same or not _is_sent(session, calls.Release(request_id, promise.lease)):
-            self._unreleased.append((incarnation, request_id, promise.lease))
-
-    def _release_left(self, session: Session | None) -> None:
-        """Releases what could not be released while the connection was away; leases of a dead server are forgotten."""
-        while session is not None and self._unreleased:
-            incarnation, request_id, lease = self._unreleased[0]
-            if incarnation == session.incarnation and not _is_sent(session, calls.Release(request_id, lease)):
-                return
-            self._unreleased.popleft()
+        if promise.lease is not None:
+            assert promise.session is not None
+            self._client.release(promise.session.incarnation, request_id, promise.lease)
 
     def _plan_stores(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Plans to offer the chunks that this step completes; tokens that may yet be rejected are not stored."""
@@ -469,8 +488,3 @@ class SchedulerSide:
                 finish="aborted" if has_ended_early else "finished",
             )
         )
-
-
-def _is_sent(session: Session | None, body: calls.Body) -> bool:
-    """Sends a call whose answer is not of interest. Returns whether it could be sent."""
-    return session is not None and not session.submit(body).has_failed

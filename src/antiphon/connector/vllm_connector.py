@@ -181,7 +181,7 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
             size = self._facts.block_size_tokens
             start = self._local_tokens[request.request_id]
             to_fill = tuple(block_ids[start // size : -(-(start + num_external_tokens) // size)])
-            self._waiting[request.request_id] = LoadPlan(request.request_id, "", (), 0, to_fill)
+            self._waiting[request.request_id] = LoadPlan(request.request_id, "", (), 0, to_fill, 0.0)
         self._allocated(request, block_ids, num_external_tokens)
 
     @guarded(_nothing)

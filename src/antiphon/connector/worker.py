@@ -11,7 +11,9 @@ Always true:
 - Every load that is begun is reported once, well or not.
 - Blocks are read by a store only until ``begin_step`` has named their request as preempted, or the request is reported
   as stored.
-- The arena of a lost server stays mapped while a promise on it may still come.
+- A load goes through a session that was there when its lease was known to be held, and has not been closed since: the
+  engine was never without a connection, so that the lease has not ended. Where there is none, the load fails.
+- A session that ended is kept for that, with its arena, while a load that needs it may still come.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from antiphon.client.client import CacheClient
 from antiphon.client.session import Session
 from antiphon.connector.copy import BlockCopier
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.connector.sessions import Sessions
 from antiphon.core.errors import AntiphonError
 from antiphon.protocol import cache as calls
 
@@ -34,10 +37,6 @@ log = logging.getLogger("antiphon.connector")
 
 HOUSEKEEPING_S = 0.5
 """How often an idle load thread looks whether an old arena can go."""
-
-QUIET_S = 2.0
-"""A promise on a lost server comes within this time of the loss, unless a step is running: it was made before the loss
-was seen, and a step's plan reaches an idle worker within milliseconds."""
 
 STOP_TIMEOUT_S = 5.0
 
@@ -49,69 +48,6 @@ class StoreJob:
     plan: StorePlan
     copying: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
-
-
-class Sessions:
-    """The lives of the server on which promises may still come, held so that their arenas stay mapped."""
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self._lock = threading.Lock()
-        self._held: dict[str, Session] = {}
-        self._lost_s: dict[str, float] = {}
-
-    def seen(self, session: Session) -> None:
-        """A connection is there: it is held from here on."""
-        with self._lock:
-            former = self._held.get(session.incarnation)
-            if former is session:
-                return
-            if not session.hold():
-                return
-            self._held[session.incarnation] = session
-            self._lost_s.pop(session.incarnation, None)
-        if former is not None:
-            former.unhold()  # the same life of the server, reached again: the same arena
-
-    def borrow(self, incarnation: str) -> Session | None:
-        """The connection to that life of the server, ended or not; the caller gives it back by ``unhold``."""
-        with self._lock:
-            session = self._held.get(incarnation)
-            return session if session is not None and session.hold() else None
-
-    def let_go(self, promised: str | None, in_use: Iterable[str], is_idle: bool) -> None:
-        """Lets go of what no promise can come on any more.
-
-        Args:
-            promised: the life that the scheduler side promises on, as of the last plan.
-            in_use: lives that loads are queued for.
-            is_idle: no step is running.
-        """
-        now_s = self._now_s()
-        gone = []
-        with self._lock:
-            busy = set(in_use)
-            for incarnation, session in self._held.items():
-                if session.is_open or incarnation in busy:
-                    continue
-                lost_s = self._lost_s.setdefault(incarnation, now_s)
-                has_moved_on = promised != incarnation
-                if now_s - lost_s >= QUIET_S and (has_moved_on or is_idle):
-                    gone.append(session)
-            for session in gone:
-                del self._held[session.incarnation]
-                self._lost_s.pop(session.incarnation, None)
-        for session in gone:
-            session.retire()
-            session.unhold()
-
-    def close(self) -> None:
-        """Lets go of all."""
-        with self._lock:
-            sessions = list(self._held.values())
-            self._held.clear()
-        for session in sessions:
-            session.unhold()
 
 
 class NoReuse:
@@ -181,6 +117,7 @@ class WorkerSide:
         self._news = WorkerNews()
         self._awaited: set[str] = set()
         self._promised: str | None = None
+        self._planned_s = 0.0
         self._is_in_step = False
         self._is_closing = False
         self._threads = [
@@ -226,7 +163,6 @@ class WorkerSide:
         step without a forward. A finished request has no store in the same plan.
         """
         self._is_in_step = True
-        self._promised = plan.incarnation
         with self._lock:
             self._awaited.update(plan.finished)
         if plan.cancel_stores:
@@ -241,6 +177,8 @@ class WorkerSide:
             with self._lock:
                 self._loading.append(load)
             self._loads.put(load)
+        # Not before: these loads may need a session that none of a later plan does.
+        self._promised, self._planned_s = plan.incarnation, plan.made_at_s
 
     def start_stores(self, plan: StepPlan) -> None:
         """The stores of this step, whose chunks the forward has completed."""
@@ -300,14 +238,19 @@ class WorkerSide:
             self._received.add(load.request)
 
     def _let_go(self) -> None:
+        # What is known of plans is read first: their loads are then among those that are queued.
+        promised, planned_s, is_idle = self._promised, self._planned_s, not self._is_in_step
         with self._lock:
             in_use = {load.incarnation for load in self._loading}
-        self._sessions.let_go(self._promised, in_use, not self._is_in_step)
+        self._sessions.let_go(promised, planned_s, in_use, is_idle)
 
     def _load(self, load: LoadPlan) -> bool:
-        session = self._sessions.borrow(load.incarnation)
+        session = self._sessions.borrow(load.incarnation, load.promised_at_s)
         if session is None:
-            log.warning("the arena of cache server life %s is gone: its chunks are computed", load.incarnation)
+            log.warning(
+                "no connection to cache server life %s lasts since chunks on it were promised: they are computed",
+                load.incarnation,
+            )
             return False
         try:
             self._load_from(session, load)

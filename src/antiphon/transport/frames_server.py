@@ -114,6 +114,13 @@ class FrameConnection:
         return self._state is _State.OPEN
 
     @property
+    def has_hung_up(self) -> bool:
+        """Whether the peer has ended its side, though what it sent before that may not be taken up yet."""
+        poller = select.poll()
+        poller.register(self._fd, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    @property
     def outbound_bytes(self) -> int:
         """Bytes that wait to be sent."""
         return len(self._outbound)
