@@ -49,7 +49,7 @@ process: install-dev  ## tests with real processes and simulated engines (a minu
 real: install-dev  ## tests with real vLLM engines (minutes)
 	@$(TEST) --only real $(ARGS)
 
-soak: install-dev  ## SEEDS (10000) simulated seeds of each room, MINUTES (20) of mixed traffic, the benches
+soak: install-dev  ## SEEDS (10000) simulated seeds of the cache, MINUTES (20) of mixed traffic, the benches
 	@$(ANTIPHON) sim cache --seeds $(SEEDS) --validate-every 4
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
 	@$(ANTIPHON) bench cache

@@ -9,6 +9,8 @@ engines' own prefix caches are emptied, so that the cache server is used. Checke
 - a prompt that is asked again (greedy, float32) gets the text that it got first;
 - no request fails that its client did not leave;
 - the anonymous memory of every process in the last quarter is at most what it was in the second, plus 5 % and 16 MB;
+- prompt tokens did come from the cache server, and every engine's report of a request adds up;
+- no process of the deployment died;
 - when the traffic ends, within 10 seconds, no lease, no KV block and no request in flight is left.
 
 Prints a line every 30 seconds and a table at the end; exits 1 where a check fails. Needs the environment of
@@ -245,6 +247,22 @@ class Soak:
             found[f"share of the KV of {name}"] = parse_metrics((await http.get(f"{url}/metrics")).text).kv_usage or 0
         return found
 
+    def check_reports(self, status: dict[str, Any]) -> None:
+        """Reuse really happened, and every report adds up."""
+        if not status["tokens"]["reported"]["l1"]:
+            self.failures.append("no prompt token came from the cache server")
+        if status["reports"]["mismatched"]:
+            self.failures.append(f"{status['reports']['mismatched']} reports do not add up")
+
+    def check_restarts(self, state_dir: Path) -> None:
+        """Every process is the one that was started."""
+        command = [sys.executable, "-m", "antiphon", "status", "--name", "soak", "--format", "json"]
+        done = subprocess.run([*command, "--state-dir", str(state_dir)], capture_output=True, text=True, check=True)
+        (deployment,) = json.loads(done.stdout)["deployments"]
+        for row in deployment["processes"]:
+            if row["restarts"] or row["state"] != "ready":
+                self.failures.append(f"{row['name']} is {row['state']} after {row['restarts']} restarts")
+
     def check_memory(self) -> list[str]:
         """A line for every process; what has grown is a failure."""
         lines = []
@@ -289,12 +307,14 @@ async def run(minutes: float, seed: int) -> int:
         tasks = [soak.client(ends_s) for _ in range(NUM_CLIENTS)]
         await asyncio.gather(*tasks, soak.forget(ends_s), soak.watch(up.pid, ends_s))
         left = await soak.check_end()
-        tokens = httpx.get(f"{url['cache_http']}/status").json()["tokens"]
+        status = httpx.get(f"{url['cache_http']}/status").json()
+        soak.check_reports(status)
+        soak.check_restarts(folder / "state")
     finally:
         up.send_signal(signal.SIGINT)
         up.wait(90)
     print(f"\n{minutes:g} minutes, seed {seed}: {dict(soak.counts)}, {len(soak.texts)} different prompts")
-    print(f"prompt tokens by source, as the engines reported: {tokens['reported']}")
+    print(f"prompt tokens by source, as the engines reported: {status['tokens']['reported']}")
     print(f"left at the end: {left}")
     print("anonymous memory, median of the second and of the last quarter:")
     print("\n".join(soak.check_memory()))

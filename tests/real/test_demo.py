@@ -18,7 +18,7 @@ DEMO_TIMEOUT_S = 600
 
 @pytest.mark.real_engine
 @pytest.mark.timeout(DEMO_TIMEOUT_S + 30)
-def test_demo_answers_three_questions_and_leaves_nothing(
+def test_demo_answers_shows_reuse_and_leaves_nothing(
     tmp_path: Path, model: Path, die_with_parent: Callable[[], None]
 ) -> None:
     assert model.parent == demo_model.cache_folder()
@@ -36,11 +36,17 @@ def test_demo_answers_three_questions_and_leaves_nothing(
     assert done.returncode == 0, done.stdout + done.stderr
     text = done.stdout
     assert len(re.findall(r"^Question \d", text, re.MULTILINE)) == 3
-    assert len(re.findall(r"receipt  path pd \(default\), prefill on [\d.:]+, decode on [\d.:]+", text)) == 3
+    assert len(re.findall(r"receipt  path pd \(default\), prefill on [\d.:]+, decode on [\d.:]+", text)) == 5
     assert "Spain" in text
-    assert re.search(r"ok +routing: 3 of 3", text)
-    assert re.search(r"ok +NIXL: 4 transfers on the decode engine for 4 requests", text)
-    assert re.search(r"ok +same answers: 3 of 3", text)
+    assert re.search(r"ok +routing: 5 of 5", text)
+    assert re.search(r"ok +NIXL: 6 transfers on the decode engine for 6 requests", text)
+    assert re.search(r"ok +offload: total_object_count of cache-prefill went from 0 to 4 chunks", text)
+    assert re.search(r"ok +external prefix cache hit rate: \d+% of the tokens that prefill-0 lacked: 1024 of", text)
+    assert re.search(r"ok +same answers: 5 of 5", text)
+    sources = re.findall(r"(\d+) prompt tokens: (\d+) from the cache server, (\d+) computed", text)
+    first, again = ([int(number) for number in found] for found in sources[-2:])
+    assert first == [again[0], 0, again[0]]
+    assert again[1:] == [1024, again[0] - 1024]
     found = re.search(r"First answer (\d+) s after", text)
     assert found is not None
     assert int(found.group(1)) <= 300

@@ -243,31 +243,40 @@ def test_a_server_killed_under_load_fails_no_request(engine: Engine, cache: Cach
     expected = [engine.complete(prompt).text for prompt in prompts]
     has_stopped = threading.Event()
     texts: list[tuple[int, str]] = []
+    short_s: list[float] = []
 
     def load(index: int) -> None:
         while not has_stopped.is_set():
             texts.append((index, engine.complete(prompts[index]).text))
 
+    def short(number: int) -> float:
+        """Seconds of a request of one token, which is stalled by whatever stalls the engine's loop."""
+        began = time.perf_counter()
+        post(f"{engine.url}/v1/completions", {"model": "smollm2", "prompt": tokens(20, seed=number), "max_tokens": 1})
+        return time.perf_counter() - began
+
     threads = [threading.Thread(target=load, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     wait_for(lambda: len(texts) >= 4, "the load runs", 60.0)
+    usual_s = [short(2000 + number) for number in range(6)]
     cache.kill(signal.SIGKILL)
     num_before = len(texts)
+    short_s += [short(3000 + number) for number in range(6)]
     wait_for(lambda: len(texts) >= num_before + 4, "requests go on without a server", 60.0)
     cache.start()
-    came_back = time.monotonic()
-    wait_for(cache.has_engine, "the engine is attached again", 5.0)
+    # Reuse is back: the engine is attached, its gate known, and running requests store.
+    wait_for(lambda: cache.has_engine() and cache.num_objects > 0, "chunks are stored again", 5.0)
     num_before = len(texts)
     wait_for(lambda: len(texts) >= num_before + 4, "requests go on with the new server", 60.0)
     has_stopped.set()
     for thread in threads:
         thread.join()
     assert all(text == expected[index] for index, text in texts)
-    assert time.monotonic() - came_back < 120
+    assert statistics.median(short_s) - statistics.median(usual_s) < STALL_MAX_S
     engine.forget()
-    wait_for(lambda: cache.num_objects > 0, "chunks are stored again", 5.0)
-    assert engine.complete(prompts[0]).text == expected[0]
+    again = engine.complete(prompts[0])
+    assert (again.text, again.source("l1")) == (expected[0], 3 * CHUNK)
 
 
 def test_a_server_restarted_in_order_loses_no_request(engine: Engine, cache: CacheServerProcess) -> None:
@@ -276,14 +285,12 @@ def test_a_server_restarted_in_order_loses_no_request(engine: Engine, cache: Cac
     cache.kill(signal.SIGTERM)
     assert engine.complete(prompt).text == cold.text
     cache.start()
-    came_back = time.monotonic()
     wait_for(cache.has_engine, "the engine is attached again", 5.0)
     engine.forget()
     engine.complete(prompt)
     engine.forget()
     warm = engine.complete(prompt)
     assert (warm.text, warm.source("l1")) == (cold.text, 2 * CHUNK)
-    assert time.monotonic() - came_back < 30
 
 
 def test_an_engine_killed_leaves_nothing_and_its_next_life_hits(engine: Engine, cache: CacheServerProcess) -> None:
