@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,9 +96,11 @@ async def test_the_verbs_against_a_server(process: Process) -> None:
         assert [line.split()[1:3] for line in events] == [["stored", keys(n).hex()[:16]] for n in (1, 2)]
         as_json = [json.loads(line) for line in (await verb("events", "--once", "--json")).output.splitlines()]
         assert [event["key"] for event in as_json] == [keys(1).hex(), keys(2).hex()]
-        assert (await verb("clear", "--tenant", "nobody")).output == "0 chunks forgotten, 0 B free at once\n"
+        nobody = await verb("clear", "--tenant", "nobody")
+        assert nobody.output == f"{process.url}: 0 chunks forgotten, 0 B free at once\n"
         cleared = await verb("clear")
-        assert cleared.output == "2 chunks forgotten, 1.0 MiB free at once, 1.0 MiB more when their requests end\n"
+        wanted = "2 chunks forgotten, 1.0 MiB free at once, 1.0 MiB more when their requests end"
+        assert cleared.output == f"{process.url}: {wanted}\n"
         assert json.loads((await verb("clear", "--json")).output) == {
             "num_chunks": 0,
             "freed_bytes": 0,
@@ -126,6 +129,37 @@ async def test_events_are_followed_until_ctrl_c(process: Process, die_with_paren
             finally:
                 child.kill()
         assert (child.returncode, errors.strip()) == (0, "")
+
+
+@pytest.mark.process
+def test_several_servers_are_all_meant(tmp_path: Path, die_with_parent: Callable[[], None]) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    with (
+        started(tmp_path / "one", die_with_parent, "--instance-id", "one") as one,
+        started(tmp_path / "two", die_with_parent, "--instance-id", "two") as two,
+    ):
+        urls = ("--url", one.url, "--url", two.url)
+        assert [answer["instance"] for answer in json.loads(run("status", *urls, "--json").output)] == ["one", "two"]
+        assert run("clear", *urls).output.count("0 chunks forgotten") == 2
+        none = "no lease is held"
+        assert run("leases", *urls).output.splitlines() == [f"{one.url}:", none, f"{two.url}:", none]
+        events = run("events", "--once", *urls)
+        assert events.exit_code == 2
+        assert f"--url with one of {one.url}, {two.url}" in events.output
+
+
+def test_the_servers_of_running_deployments_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        SimpleNamespace(role="cache_server", state="ready", base_url="http://127.0.0.1:8090"),
+        SimpleNamespace(role="cache_server", state="dead", base_url="http://127.0.0.1:8091"),
+        SimpleNamespace(role="router", state="ready", base_url="http://127.0.0.1:30000"),
+    ]
+    monkeypatch.setattr(cache_module, "collect", lambda _folder, _name: [SimpleNamespace(processes=rows)])
+    assert [server.url for server in cache_module.targets(())] == ["http://127.0.0.1:8090"]
+    assert [server.url for server in cache_module.targets(("h:1",))] == ["h:1"]
+    monkeypatch.setattr(cache_module, "collect", lambda _folder, _name: [])
+    assert [server.url for server in cache_module.targets(())] == [cache_module.DEFAULT_URL]
 
 
 # ---- where no server answers -----------------------------------------------------------------------------------------
@@ -282,7 +316,7 @@ def test_status_for_people() -> None:
     assert "its memory is not complete: no memory" in lines
     assert "memory    3.00 GiB of 8.00 GiB used, 50.0% usable so far" in lines
     assert "lookups   250 of 1000 tokens found (25.0%)" in lines
-    assert "reported  device 1, l1 2, remote_prefill 3, computed 4 tokens of 5 requests" in lines
+    assert "prompts   device 1, l1 2, remote_prefill 3, computed 4 tokens, of 5 requests of an engine" in lines
     assert "leases    3 (2 held, 1 orphaned), 2.0 KiB" in lines
     assert "prefill-0 worker-0 reuses nothing: byte 3 differs" in lines
     assert ["(none)", "1.0", "MiB", "2.0", "MiB", "1", "25.0%"] in [line.split() for line in lines]

@@ -1,6 +1,7 @@
 """What the server shows of itself as JSON: ``/status``, ``/leases``, and entries of ``/events`` and ``/reports``.
 
-The self-probe is left out everywhere: its chunk, lookups, engine, tenant and events. Nothing here waits or changes
+The self-probe is left out everywhere: its chunk, lookups, engine, tenant and events; so are the lookups and the tenant
+of the engines' gates. Nothing here waits or changes
 anything.
 """
 
@@ -19,6 +20,7 @@ from antiphon.cache_server.admin_view import ServerView
 from antiphon.cache_server.metrics import without_probe
 from antiphon.cache_server.probe import PROBE_NAME, ProbeResult, ProbeTally
 from antiphon.cache_server.views import EngineView, LeaseView, TokenReport
+from antiphon.protocol.cache import GATE_TENANT
 
 LEASES_MAX: Final = 1_000
 """Leases of one answer, oldest first; how many more there are is said."""
@@ -62,6 +64,10 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
     chunk_size_tokens = server.spec.chunk_size
     hit_tokens = statistics.hit_tokens - tally.num_hit_chunks * chunk_size_tokens
     lookup_tokens = statistics.hit_tokens + statistics.miss_tokens - tally.num_lookup_chunks * chunk_size_tokens
+    gates = statistics.tenants.get(GATE_TENANT)
+    if gates is not None:
+        hit_tokens -= gates.tokens.hit_tokens
+        lookup_tokens -= gates.tokens.hit_tokens + gates.tokens.miss_tokens
     return {
         "is_healthy": health["reason"] is None,
         "reason": health["reason"],
@@ -136,7 +142,7 @@ def _tenants_of(tenants: Mapping[str, TenantStatistics]) -> Json:
             },
         }
         for name, tenant in tenants.items()
-        if name != PROBE_NAME
+        if name not in (PROBE_NAME, GATE_TENANT)
     }
 
 

@@ -1,6 +1,7 @@
-"""``antiphon cache``: look at a running cache server, and clear it, through its admin address.
+"""``antiphon cache``: look at running cache servers, and clear them, through their admin addresses.
 
-Exit code 0; 1 where no server answers, or it refuses; ``status`` also where the server says that it is not healthy.
+Without ``--url`` it means every cache server of the deployments that run here, or one that listens at the default
+address. Exit code 0; 1 where no server answers, or it refuses; ``status`` also where one says that it is not healthy.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import click
 
-from antiphon.cli.status import format_uptime
+from antiphon.cli.status import collect, format_uptime
+from antiphon.config.supervisor_spec import default_state_dir
 from antiphon.core.errors import AntiphonError, CacheUnavailable, CallTimeout, ConfigError, ProtocolError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8090"
@@ -108,6 +111,8 @@ class AdminClient:
             raise _not_a_cache_server(self.url, f"status {status}, no JSON") from None
         if not isinstance(answer, dict):
             raise _not_a_cache_server(self.url, f"status {status}, no JSON object")
+        if status == HTTPStatus.NOT_FOUND:
+            raise _not_a_cache_server(self.url, f"it has no {path}")
         if "error" in answer:
             detail = answer["error"]
             message = detail.get("message") if isinstance(detail, dict) else detail
@@ -127,7 +132,33 @@ def _not_a_cache_server(url: str, what: str) -> ProtocolError:
 def admin_options(command: Command) -> Command:
     """The options that every verb of the group has."""
     command = click.option("--json", "is_json", is_flag=True, help="Print JSON as the server sends it.")(command)
-    return click.option("--url", default=DEFAULT_URL, show_default=True, help="The server's admin address.")(command)
+    return click.option(
+        "--url",
+        "urls",
+        multiple=True,
+        help="A server's admin address, http://HOST:PORT of its --http-port; several times for several. Default: the "
+        f"cache servers of what antiphon up runs here, or {DEFAULT_URL}.",
+    )(command)
+
+
+def targets(urls: Sequence[str]) -> list[AdminClient]:
+    """The servers meant: those named, else those of the running deployments, else the default address.
+
+    Raises:
+        ConfigError: a URL is none.
+    """
+    if not urls:
+        rows = [row for report in collect(default_state_dir(), None) for row in report.processes]
+        urls = [row.base_url for row in rows if row.role == "cache_server" and row.state == "ready"] or [DEFAULT_URL]
+    return [AdminClient(url) for url in urls]
+
+
+def _show(answers: list[dict[str, Any]], is_json: bool, lines_of: Callable[[dict[str, Any]], list[str]]) -> None:
+    """Prints what each server answered, one after the other; as JSON a list, or the answer itself where it is one."""
+    if is_json:
+        click.echo(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2))
+    else:
+        click.echo("\n\n".join("\n".join(lines_of(answer)) for answer in answers))
 
 
 @click.group()
@@ -148,25 +179,28 @@ def _run(act: Callable[[], int]) -> None:
 
 @cache.command()
 @admin_options
-def status(url: str, is_json: bool) -> None:
-    """Show what the server holds, what it was asked, and which engines are attached."""
+def status(urls: tuple[str, ...], is_json: bool) -> None:
+    """Show what each server holds, what it was asked, and which engines are attached."""
 
     def act() -> int:
-        answer = AdminClient(url).get("/status")
-        click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(status_lines(answer)))
-        return 0 if answer["is_healthy"] else 1
+        answers = [server.get("/status") for server in targets(urls)]
+        _show(answers, is_json, status_lines)
+        return 0 if all(answer["is_healthy"] for answer in answers) else 1
 
     _run(act)
 
 
 @cache.command()
 @admin_options
-def leases(url: str, is_json: bool) -> None:
+def leases(urls: tuple[str, ...], is_json: bool) -> None:
     """Show who protects chunks from eviction, oldest first."""
 
     def act() -> int:
-        answer = AdminClient(url).get("/leases")
-        click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(leases_lines(answer)))
+        servers = targets(urls)
+        for server in servers:
+            if len(servers) > 1 and not is_json:
+                click.echo(f"{server.url}:")
+            _show([server.get("/leases")], is_json, leases_lines)
         return 0
 
     _run(act)
@@ -174,9 +208,9 @@ def leases(url: str, is_json: bool) -> None:
 
 @cache.command()
 @admin_options
-@click.option("--tenant", help="Only this tenant's chunks.")
+@click.option("--tenant", help="Only this tenant's chunks: a cache_salt, or default.")
 @click.option("--model", help="Only chunks of this model.")
-def clear(url: str, is_json: bool, tenant: str | None, model: str | None) -> None:
+def clear(urls: tuple[str, ...], is_json: bool, tenant: str | None, model: str | None) -> None:
     """Forget chunks: of a tenant, of a model, of both, or, with neither, all.
 
     What a request is reading or writing at the moment is forgotten too; its bytes become free when that has ended.
@@ -184,13 +218,10 @@ def clear(url: str, is_json: bool, tenant: str | None, model: str | None) -> Non
 
     def act() -> int:
         names = {"tenant": tenant, "model": model}
-        answer = AdminClient(url).post("/clear", {name: value for name, value in names.items() if value is not None})
-        if is_json:
-            click.echo(json.dumps(answer, indent=2))
-        else:
-            freed, held = format_bytes(answer["freed_bytes"]), format_bytes(answer["held_bytes"])
-            later = f", {held} more when their requests end" if answer["held_bytes"] else ""
-            click.echo(f"{answer['num_chunks']} chunks forgotten, {freed} free at once{later}")
+        body = {name: value for name, value in names.items() if value is not None}
+        for server in targets(urls):
+            answer = server.post("/clear", body)
+            click.echo(json.dumps(answer, indent=2) if is_json else cleared_line(server.url, answer))
         return 0
 
     _run(act)
@@ -199,12 +230,18 @@ def clear(url: str, is_json: bool, tenant: str | None, model: str | None) -> Non
 @cache.command()
 @admin_options
 @click.option("--once", "is_once", is_flag=True, help="Print what there is, and end.")
-def events(url: str, is_json: bool, is_once: bool) -> None:
+def events(urls: tuple[str, ...], is_json: bool, is_once: bool) -> None:
     """Print chunks as they are stored and removed, from the oldest one known, until Ctrl-C. With --json, one a line."""
 
     def act() -> int:
+        servers = targets(urls)
+        if len(servers) > 1:
+            names = ", ".join(server.url for server in servers)
+            raise ConfigError(
+                f"events are those of one server, and {len(servers)} run", remedy=f"--url with one of {names}"
+            )
         try:
-            for event in follow(AdminClient(url), is_once=is_once):
+            for event in follow(servers[0], is_once=is_once):
                 click.echo(json.dumps(event) if is_json else event_line(event))
         except KeyboardInterrupt:
             click.echo("", err=True)
@@ -238,6 +275,13 @@ def follow(client: AdminClient, *, is_once: bool) -> Iterator[dict[str, Any]]:
         since = answer["next"]
         if is_once and not answer["events"]:
             return
+
+
+def cleared_line(url: str, answer: dict[str, Any]) -> str:
+    """What was cleared, for people."""
+    freed, held = format_bytes(answer["freed_bytes"]), format_bytes(answer["held_bytes"])
+    later = f", {held} more when their requests end" if answer["held_bytes"] else ""
+    return f"{url}: {answer['num_chunks']} chunks forgotten, {freed} free at once{later}"
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -280,8 +324,8 @@ def status_lines(answer: dict[str, Any]) -> list[str]:
     rows = [
         ("memory", f"{format_bytes(l1['memory_used_bytes'])} of {format_bytes(total_bytes)} used{usable}"),
         ("chunks", f"{l1['total_object_count']} of {answer['chunk_size_tokens']} tokens, {answer['eviction_policy']}"),
+        ("prompts", f"{sources} tokens, of {answer['reports']['count']} requests of an engine"),
         ("lookups", f"{tokens['hit']} of {tokens['lookup']} tokens found ({_share(tokens['hit'], tokens['lookup'])})"),
-        ("reported", f"{sources} tokens of {answer['reports']['count']} requests"),
         ("leases", f"{leased['count']}{f' ({states})' if states else ''}, {format_bytes(leased['leased_bytes'])}"),
     ]
     return [
@@ -299,7 +343,7 @@ def _engine_lines(engines: list[dict[str, Any]]) -> list[str]:
     if not processes:
         return ["no engine is attached"]
     rows = [
-        tuple(map(_printable, (engine["engine"], each["role"], str(each["pid"]), engine["model"], each["gate"])))
+        tuple(map(_printable, (engine["engine"], each["role"], str(each["pid"]), engine["model"], _gate(each))))
         for engine, each in processes
     ]
     failed = [
@@ -308,6 +352,11 @@ def _engine_lines(engines: list[dict[str, Any]]) -> list[str]:
         if each["gate"] == "failed"
     ]
     return [*table_lines([("engine", "process", "pid", "model", "gate"), *rows]), *failed]
+
+
+def _gate(process: dict[str, Any]) -> str:
+    """A scheduler copies nothing: only workers have a gate."""
+    return str(process["gate"]) if process["role"].startswith("worker") else "-"
 
 
 def _tenant_lines(tenants: dict[str, dict[str, Any]]) -> list[str]:

@@ -30,6 +30,9 @@ LENGTH_BYTES: Final = 4
 
 KEY_BYTES: Final = 32
 
+GATE_TENANT: Final = "antiphon.gate"
+"""Tenant of the pattern that an engine stores and loads to prove its copies: no user's, and left out of what is shown."""
+
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """A span of the arena as given to one chunk: offset and size in bytes, and the generation of the allocation."""
