@@ -62,6 +62,8 @@ LINE_S = 30.0
 START_TIMEOUT_S = 400.0
 END_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 120.0
+FRESH = httpx.Limits(max_keepalive_connections=0)
+"""For what is asked seldom: an engine closes idle connections, and a request on one that closes fails."""
 GROWTH_SHARE_MAX = 0.05
 GROWTH_BYTES_MAX = 16 << 20
 NUM_CLIENTS = 6
@@ -199,7 +201,7 @@ class Soak:
 
     async def forget(self, ends_s: float) -> None:
         """Empties the engines' own caches now and then; vLLM refuses while blocks are in use, which is as well."""
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
+        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=FRESH) as http:
             while time.monotonic() < ends_s:
                 await asyncio.sleep(self.rng.uniform(2, 8))
                 for url in self.engines.values():
@@ -228,7 +230,7 @@ class Soak:
     async def check_end(self) -> dict[str, float]:
         """What is left, once nothing is or the time is over."""
         deadline_s = time.monotonic() + END_TIMEOUT_S
-        async with httpx.AsyncClient(timeout=30) as http:
+        async with httpx.AsyncClient(timeout=30, limits=FRESH) as http:
             while True:
                 left = await self.left(http)
                 if not any(left.values()) or time.monotonic() > deadline_s:

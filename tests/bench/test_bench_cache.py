@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from antiphon.bench import cache as bench_cache
 from antiphon.bench.cache import CacheBenchOptions, CacheBenchResult
 from antiphon.bench.cache_calls import measure_hashing, times_hashed
+from antiphon.bench.cache_contention import _add_rows, _Lookups
 from antiphon.bench.processes import OwnServer
 from antiphon.bench.rig import (
     Buffer,
@@ -124,6 +125,27 @@ def test_a_missed_target_fails_the_check_only(monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(bench, ["cache", "--check"])
     assert result.exit_code == 1
     assert "1 targets missed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("server_cpu_s", "share_us", "ratio", "is_met"),
+    [(0.030, 100.0, 1.0, True), (0.040, 200.0, 1.5, True), (0.050, 300.0, 2.0, False), (0.015, -50.0, 0.25, False)],
+)
+def test_noise_does_not_flatter_the_share_beside_writers(
+    server_cpu_s: float, share_us: float, ratio: float, is_met: bool
+) -> None:
+    """What is left for the lookups is shown as it is; where it is nothing or less, nothing was measured."""
+    alone = _Lookups([0.001] * 100, client_cpu_s=0.01, server_cpu_s=0.01, num_writer_calls=0)
+    beside = _Lookups([0.001] * 100, client_cpu_s=0.01, server_cpu_s=server_cpu_s, num_writer_calls=20)
+    rows = Rows()
+    _add_rows(rows, alone, beside, writer_call_s=0.001)
+    found = {row.name: row for row in rows.rows}
+    share = found["processor time of a lookup and its release, server, beside 3 writers"]
+    assert share.value == pytest.approx(share_us)
+    judged = found["processor time of a lookup beside 3 writers over alone"]
+    assert judged.value == pytest.approx(ratio)
+    assert judged.is_met is is_met
+    assert ("noise" in judged.note) is (share_us <= 0)
 
 
 # ---- against a server ------------------------------------------------------------------------------------------------

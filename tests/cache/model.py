@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.effects import ChunkRemoved, CommitOutcome, Grant, Removal, Reserved, Verdict
 from antiphon.cache.events import ConnectionId, LeaseId
+from antiphon.cache.tenants import OVERFLOW_TENANT
 from antiphon.core.chunks import ChunkKey, chunk_keys
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import QuotaExceeded
@@ -23,6 +24,8 @@ from tests.cache.world import CHUNK_SIZE_TOKENS, FOUR_SLABS, TWO_SLABS, UNIT_BYT
 
 LAYOUTS: dict[str, ChunkLayout] = {"small": TWO_SLABS, "big": FOUR_SLABS}
 QUARANTINE_S = 1.0
+FOLDED = "(folded)"
+"""Stands for the counts of tenants without an account."""
 
 EngineKey = tuple[str, str]
 """Model, which is the engine's name too, and incarnation."""
@@ -79,9 +82,12 @@ class ModelReservation:
 class CacheModel:
     """What the cache should hold, and what its memory does hold."""
 
-    def __init__(self, usable_bytes: int, quotas: dict[str, int]) -> None:
+    def __init__(self, usable_bytes: int, quotas: dict[str, int], num_accounts_max: int) -> None:
         self.usable_bytes = usable_bytes
         self.quotas = quotas
+        self.num_accounts_max = num_accounts_max
+        self.accounts: list[str] = []
+        """Names of accounts, the one used longest ago first."""
         self.now_s = 0.0
         self.chunks: dict[Place, ModelChunk] = {}
         self.leases: dict[LeaseId, ModelLease] = {}
@@ -90,8 +96,10 @@ class CacheModel:
         self.dying: list[tuple[float, RegionHandle]] = []
         self.memory: dict[int, tuple[Place, int] | str] = {}
         self.place_of_key: dict[ChunkKey, Place] = {}
-        self.tenant_of: dict[RegionHandle, str] = {}
+        self.account_of: dict[RegionHandle, str] = {}
+        self.namespace_of: dict[RegionHandle, tuple[str, str]] = {}
         self.hit_tokens: Counter[str] = Counter()
+        """By account; of those without one under ``FOLDED``."""
         self.miss_tokens: Counter[str] = Counter()
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -127,8 +135,43 @@ class CacheModel:
     def occupied(self) -> set[RegionHandle]:
         return self.protected() | {chunk.region for chunk in self.chunks.values()}
 
-    def used_bytes_of(self, tenant: str) -> int:
-        return sum(region.size_bytes for region in self.occupied() if self.tenant_of[region] == tenant)
+    def used_bytes_of(self, account: str) -> int:
+        return sum(region.size_bytes for region in self.occupied() if self.account_of[region] == account)
+
+    # ---- accounts ----------------------------------------------------------------------------------------------------
+
+    def bounded_accounts(self) -> list[str]:
+        return [name for name in self.accounts if name not in (OVERFLOW_TENANT, *self.quotas)]
+
+    def has_account_for(self, tenant: str) -> bool:
+        is_free = len(self.bounded_accounts()) < self.num_accounts_max
+        return is_free or tenant in (OVERFLOW_TENANT, *self.accounts, *self.quotas)
+
+    def open_account(self, tenant: str) -> str:
+        """The account of a store: the tenant's own, else one that nobody needs, else the one that is shared."""
+        if tenant not in self.accounts:
+            if not self.has_account_for(tenant):
+                idle = [name for name in self.bounded_accounts() if not self.used_bytes_of(name)]
+                if not idle:
+                    return self.open_account(OVERFLOW_TENANT)
+                self.accounts.remove(idle[0])
+                for tokens in (self.hit_tokens, self.miss_tokens):
+                    tokens[FOLDED] += tokens.pop(idle[0], 0)
+        else:
+            self.accounts.remove(tenant)
+        self.accounts.append(tenant)
+        return tenant
+
+    def account_of_store(self, model: str, tenant: str) -> str:
+        """What a store counts against: where chunks of its namespace are, the account of those."""
+        bound = {self.account_of[region] for region in self.occupied() if self.namespace_of[region] == (model, tenant)}
+        assert len(bound) <= 1, "chunks of one namespace count against two accounts"
+        return bound.pop() if bound else self.open_account(tenant)
+
+    def count_lookup(self, tenant: str, hit_tokens: int, miss_tokens: int) -> None:
+        account = self.open_account(tenant) if self.has_account_for(tenant) else FOLDED
+        self.hit_tokens[account] += hit_tokens
+        self.miss_tokens[account] += miss_tokens
 
     def has_window(self, size_bytes: int, kept: set[RegionHandle]) -> bool:
         """Whether the usable arena has a stretch of that size without protected bytes and without ``kept``."""
@@ -196,8 +239,14 @@ class CacheModel:
             places.append((model, tenant, prompt[:end]))
         return places
 
-    def check_reserved(self, connection: ConnectionId, places: list[Place], parent: str, reply: Reserved) -> None:
-        """Holds each verdict against the model, and takes the grants over."""
+    def check_reserved(
+        self, connection: ConnectionId, places: list[Place], parent: str, reply: Reserved, account: str
+    ) -> None:
+        """Holds each verdict against the model, and takes the grants over.
+
+        Args:
+            account: what the store counted against when it was asked for.
+        """
         assert len(reply.verdicts) == len(places)
         grants = list(reply.grants)
         named = {*places, (*places[0][:2], parent)} if places else set()
@@ -212,11 +261,11 @@ class CacheModel:
                 assert not (is_refused and verdict is Verdict.WRITE), "room was made behind a refused chunk"
             is_refused = is_refused or verdict is Verdict.REFUSED
             if verdict is Verdict.WRITE:
-                self.take_grant(connection, place, grants.pop(0))
+                self.take_grant(connection, place, grants.pop(0), account)
         assert not grants, "a grant without a verdict"
         assert (reply.refusal is not None) == is_refused
         if is_refused:
-            self.check_refusal(places[0], named, reply)
+            self.check_refusal(places[0], named, reply, account)
 
     def verdict_of(self, connection: ConnectionId, chunk: ModelChunk) -> Verdict:
         if chunk.is_readable:
@@ -228,7 +277,7 @@ class CacheModel:
             return Verdict.WRITE
         return Verdict.BEING_WRITTEN if "reserved" in states else Verdict.PARTIAL
 
-    def take_grant(self, connection: ConnectionId, place: Place, grant: Grant) -> None:
+    def take_grant(self, connection: ConnectionId, place: Place, grant: Grant, account: str) -> None:
         own = self.connections[connection][1]
         chunk = self.chunks.get(place)
         if chunk is None:
@@ -238,7 +287,8 @@ class CacheModel:
             assert grant.region.end_bytes <= self.usable_bytes
             assert grant.region.size_bytes == LAYOUTS[place[0]].chunk_bytes
             chunk = self.chunks[place] = ModelChunk(grant.region, ["absent"] * LAYOUTS[place[0]].num_slabs)
-            self.tenant_of[grant.region] = place[1]
+            self.account_of[grant.region] = account
+            self.namespace_of[grant.region] = place[:2]
         assert grant.region == chunk.region
         assert grant.slabs == tuple(slab for slab in own if chunk.slabs[slab] == "absent")
         for slab in grant.slabs:
@@ -247,17 +297,18 @@ class CacheModel:
         self.place_of_key[grant.key] = place
         self.reservations[connection, grant.region.generation] = ModelReservation(place, grant.region, grant.slabs)
 
-    def check_refusal(self, first: Place, named: set[Place], reply: Reserved) -> None:
+    def check_refusal(self, first: Place, named: set[Place], reply: Reserved, account: str) -> None:
         """A refusal is right only where nothing that may go would have made room."""
-        model, tenant, _ = first
-        size_bytes = LAYOUTS[model].chunk_bytes
+        size_bytes = LAYOUTS[first[0]].chunk_bytes
         kept = {self.chunks[place].region for place in named if place in self.chunks}
         if isinstance(reply.refusal, QuotaExceeded):
-            assert self.used_bytes_of(tenant) + size_bytes > self.quotas[tenant]
+            quota_bytes = self.quotas[account]
+            assert self.used_bytes_of(account) + size_bytes > quota_bytes
             protected = self.protected() | kept
             for place, chunk in self.chunks.items():
                 may_go = chunk.region not in protected and not self.children(place)
-                assert place[1] != tenant or not may_go or size_bytes > self.quotas[tenant], f"{place} could have gone"
+                is_own = self.account_of[chunk.region] == account
+                assert not (is_own and may_go) or size_bytes > quota_bytes, f"{place} could have gone"
         else:
             assert not self.has_window(size_bytes, kept), "refused, and there was room"
 

@@ -43,15 +43,17 @@ from antiphon.cache.events import (
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
 from antiphon.core.errors import LeaseUnknown, NotOwner, StaleHandle
-from tests.cache.model import LAYOUTS, CacheModel, EngineKey, ModelLease, digest_of, keys_of
+from tests.cache.model import FOLDED, LAYOUTS, CacheModel, EngineKey, ModelLease, digest_of, keys_of
 from tests.cache.world import CHUNK_BYTES, CHUNK_SIZE_TOKENS, UNIT_BYTES
 
 ARENA_BYTES = 16 * UNIT_BYTES
 QUOTAS = {"capped": 3 * CHUNK_BYTES}
+NUM_ACCOUNTS_MAX = 1
+"""Fewer than there are tenants."""
 EVICTIONS = {Removal.EVICTED, Removal.EVICTED_FOR_QUOTA, Removal.EVICTED_IN_WINDOW}
 
 models = st.sampled_from(["small", "small", "small", "big"])
-tenants = st.sampled_from(["free", "free", "free", "capped"])
+tenants = st.sampled_from(["free", "free", "free", "free", "free", "capped", "other"])
 prompts = st.sampled_from(["abc", "ab", "abcd", "abd", "a", "ba", "bab"])
 seldom = st.integers(0, 3).map(lambda number: number == 0)
 """For what would otherwise end everything before anything can happen."""
@@ -83,9 +85,10 @@ class CacheMachine(RuleBasedStateMachine):
             leased_share_max=1.0,
             reserved_share_max=1.0,
             quota_bytes=QUOTAS,
+            tenants_max=NUM_ACCOUNTS_MAX,
         )
         self.cache = Cache(options, first_id)
-        self.model = CacheModel(options.initial_usable_bytes, QUOTAS)
+        self.model = CacheModel(options.initial_usable_bytes, QUOTAS, NUM_ACCOUNTS_MAX)
         self.num_attached = 0
         self.ended_leases: list[tuple[LeaseId, ModelLease]] = []
         self.ended_regions: list[tuple[ConnectionId, RegionHandle]] = []
@@ -183,8 +186,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert (found.lease is None) == (not places)
         assert found.num_chunks_capped == 0
         self.model.check_bytes(places, found.regions)
-        self.model.hit_tokens[tenant] += found.num_tokens
-        self.model.miss_tokens[tenant] += (len(prompt) - len(places)) * CHUNK_SIZE_TOKENS
+        miss_tokens = (len(prompt) - len(places)) * CHUNK_SIZE_TOKENS
+        self.model.count_lookup(tenant, found.num_tokens, miss_tokens)
         if found.lease is not None:
             assert found.lease not in self.model.leases
             self.model.leases[found.lease] = ModelLease(engine, connection, request, places, found.regions)
@@ -289,12 +292,14 @@ class CacheMachine(RuleBasedStateMachine):
     def check_reserve(self, connection: ConnectionId, event: Reserve, prompt: str, first: int) -> Reserved:
         model = self.model.connections[connection][0][0]
         tenant = event.tenant
+        self.model.forget_ended()
+        account = self.model.account_of_store(model, tenant)
         reply, notices = self.call(event, Reserved)
         places = [(model, tenant, prompt[: end + 1]) for end in range(first, len(prompt))]
         present = {place for place in places if place in self.model.chunks}
         gone = self.model.removed(notices, EVICTIONS)
         assert not present & set(gone), "the call evicted what it was asked about"
-        self.model.check_reserved(connection, places, prompt[:first], reply)
+        self.model.check_reserved(connection, places, prompt[:first], reply, account)
         return reply
 
     @precondition(lambda self: self.model.reservations)
@@ -344,7 +349,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.step(Tick())
 
     @rule(
-        tenant=st.sampled_from([None, "free", "capped"]), model=st.sampled_from([None, "small", "big"]), is_due=seldom
+        tenant=st.sampled_from([None, "free", "capped", "other"]),
+        model=st.sampled_from([None, "small", "big"]),
+        is_due=seldom,
     )
     def clear(self, tenant: str | None, model: str | None, is_due: bool) -> None:
         if not is_due:
@@ -376,6 +383,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert sum(statistics.num_leases.values()) == len(self.model.leases)
         used_bytes = sum(region.size_bytes for region in self.model.occupied())
         assert statistics.free_bytes == self.model.usable_bytes - used_bytes
+        assert set(statistics.tenants) == set(self.model.accounts)
+        assert statistics.folded.hit_tokens == self.model.hit_tokens[FOLDED]
+        assert statistics.folded.miss_tokens == self.model.miss_tokens[FOLDED]
         for name, tenant in statistics.tenants.items():
             assert tenant.used_bytes == self.model.used_bytes_of(name)
             assert tenant.quota_bytes is None or tenant.used_bytes <= tenant.quota_bytes

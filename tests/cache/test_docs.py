@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,12 @@ def test_every_state_has_a_meaning_and_a_way_in() -> None:
 def test_an_unlisted_transition_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="no transition from committed to absent"):
         assert_listed(SlabState.COMMITTED, SlabState.ABSENT)
+
+
+def test_every_test_that_the_document_names_exists() -> None:
+    text = DOCUMENT.read_text()
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
+    assert [f"W{number}" in text for number in range(1, 10)] == [True] * 9
+    assert len(named) >= 10
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (DOCUMENT.parents[1] / path).read_text(), re.MULTILINE), name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.cache.effects import ChunkRemoved, Removal, Verdict
+from antiphon.cache.effects import ChunkRemoved, Cleared, Removal, Verdict
 from antiphon.cache.events import Clear, ConnectionId
 from antiphon.cache.machine import Cache
 from antiphon.cache.policy.choose import POLICY_NAMES
+from antiphon.cache.tenants import OVERFLOW_TENANT
 from antiphon.core.errors import CapacityExceeded, ConfigError, QuotaExceeded
 from tests.cache.world import CHUNK_BYTES, FOUR_SLABS, World, options
 
@@ -196,8 +197,41 @@ def test_idle_tenants_give_way_and_their_counts_stay() -> None:
     statistics = world.cache.statistics()
     assert set(statistics.tenants) == {"holds", "new"}
     assert (statistics.folded.miss_tokens, statistics.miss_tokens) == (8, 8)
-    message = world.assert_refused(world.reserve_event(engine, "a", tenant="third"), CapacityExceeded)
-    assert "2 tenants hold chunks" in message
+
+
+def test_past_the_limit_tenants_share_one_account_with_the_default_quota() -> None:
+    """A tenant is a text that a client chooses: as many as there are chunks must not keep others out."""
+    world = World(options(8, tenants_max=2, default_quota_bytes=2 * CHUNK_BYTES, quota_bytes={"named": CHUNK_BYTES}))
+    engine = world.attach()
+    for tenant in ("one", "two"):
+        world.store(engine, "a", tenant=tenant)
+    assert world.lookup(engine, "ab", tenant="three").num_tokens == 0
+    statistics = world.cache.statistics()
+    assert set(statistics.tenants) == {"one", "two"}, "a lookup needs no account"
+    assert statistics.folded.miss_tokens == 8
+    assert world.store(engine, "ab", tenant="three") == (WRITE, WRITE)
+    assert world.store(engine, "a", tenant="four") == (WRITE,)
+    assert world.num_hit(engine, "a", "four") == 1
+    shared = world.cache.statistics().tenants[OVERFLOW_TENANT]
+    assert (shared.used_bytes, shared.quota_bytes) == (2 * CHUNK_BYTES, 2 * CHUNK_BYTES)
+    assert world.removed_letters("ab", "three") == "b"
+    assert world.removed()[-1].tenant == "three", "observers are told whose chunk it was"
+    assert world.store(engine, "a", tenant="named") == (WRITE,)
+    assert world.cache.statistics().tenants["named"].quota_bytes == CHUNK_BYTES
+    assert world.call(Clear("three", None), Cleared).num_chunks == 1
+    assert world.num_hit(engine, "a", "four") == 1
+
+
+def test_overflow_ends_where_there_is_room_again() -> None:
+    world = World(options(8, tenants_max=1, own_tenants=frozenset({"probe"})))
+    engine = world.attach()
+    world.store(engine, "a", tenant="one")
+    world.store(engine, "a", tenant="two")
+    assert set(world.cache.statistics().tenants) == {"one", OVERFLOW_TENANT}
+    world.call(Clear(None, None), Cleared)
+    world.store(engine, "a", tenant="three")
+    world.store(engine, "a", tenant="probe")
+    assert {"three", "probe"} <= set(world.cache.statistics().tenants)
 
 
 # ---- chunks of different size ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from antiphon import __version__
 from antiphon.cache_server import probe as probe_module
 from antiphon.cache_server.admin import AdminServer, start_admin
+from antiphon.core.tenants import tenant_of
 from antiphon.protocol import cache as wire
 from tests.cache_server.admin_standin import PAGE, Hang, StandIn, ask, get, post, standing_in
 
@@ -271,6 +272,14 @@ async def test_clear(server: StandIn, admin: AdminServer, body: dict[str, Any], 
     assert (answer.status, answer.json) == (200, {"num_chunks": num, "freed_bytes": num * PAGE, "held_bytes": 0})
     status = (await get(admin.port, "/status")).json
     assert status["storage_manager"]["l1_manager"]["total_object_count"] == left
+
+
+async def test_clear_takes_the_salt_of_a_tenant(server: StandIn, admin: AdminServer) -> None:
+    engine = server.attach_engine()
+    for number, salt in enumerate(("team 1", "")):
+        server.store(engine, number, tenant=tenant_of(salt))
+    assert (await post(admin.port, "/clear", {"tenant": "team 1"})).json["num_chunks"] == 1
+    assert (await post(admin.port, "/clear", {"tenant": "default"})).json["num_chunks"] == 1
 
 
 async def test_clear_of_what_is_leased(server: StandIn, admin: AdminServer) -> None:

@@ -1,6 +1,6 @@
 """The parts of a cache server that no process test can bring about at will: shortage, time, full rings, other files.
 
-In scope: population, preflight, reports, waiters, quiet log, ticks, runtime folder. Out of scope: calls (``process``).
+In scope: population, preflight, reports, waiters, ticks, runtime folder. Out of scope: calls (``process``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from antiphon.cache.options import CacheOptions
 from antiphon.cache_server import population
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
-from antiphon.cache_server.population import KEPT_FREE_BYTES, PIECE_BYTES, Population
+from antiphon.cache_server.population import PIECE_BYTES, Population
 from antiphon.cache_server.preflight import check_memory, earlier_arenas_bytes
-from antiphon.cache_server.quiet import QuietLog
 from antiphon.cache_server.reports import REPORTS_MAX, Reports
 from antiphon.cache_server.sockets import RuntimeFolder
 from antiphon.cache_server.translate import event_of
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.core.errors import CapacityExceeded, ConfigError, ProtocolError, StartError
+from antiphon.core.memory import KEPT_FREE_BYTES
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as wire
 from antiphon.storage.arena import ArenaOwner
 from tests.cache_server.world import keys_of, namespace_of
@@ -175,6 +176,37 @@ def test_the_name_is_taken_once_and_only_dead_sockets_go(tmp_path: Path) -> None
 # ---- reports and waits -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("target", ["folder", "nothing", "file"])
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path, target: str) -> None:
+    """Whoever made it can turn it elsewhere; /tmp is everybody's."""
+    if target == "folder":
+        (tmp_path / target).mkdir(mode=0o700)
+    elif target == "file":
+        (tmp_path / target).write_text("")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match="symbolic link") as caught:
+        RuntimeFolder.open(link, "x")
+    assert f"{tmp_path / target}" in (caught.value.remedy or "")
+    assert not (tmp_path / "folder").exists() or list((tmp_path / "folder").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match="others can change"):
+        RuntimeFolder.open(folder, "x")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        RuntimeFolder.open(tmp_path / "file", "x")
+
+
 def report(number: int, **changes: object) -> wire.Report:
     values = (f"r{number}", "e", "i", 10, 1, 2, 3, 4, 0, "finished")
     names = wire.Report.__struct_fields__
@@ -225,23 +257,6 @@ async def test_a_wait_ends_with_its_entry_or_its_time() -> None:
     await asyncio.wait([gone])
     reports.add(report(3))
     assert gone.cancelled()
-
-
-def test_a_line_that_repeats_is_said_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    now_s = 0.0
-    quiet = QuietLog(logging.getLogger("quiet"), lambda: now_s)
-    for number in range(25):
-        quiet.say(logging.INFO, "faults", "fault %d", number)
-    quiet.say(logging.INFO, "others", "other")
-    now_s = 11.0
-    quiet.say(logging.INFO, "faults", "fault again")
-    assert [record.getMessage() for record in caplog.records] == [
-        *(f"fault {number}" for number in range(10)),
-        "other",
-        "(15 more lines of faults were left out)",
-        "fault again",
-    ]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from antiphon.config.cache_server_spec import CacheServerSpec, default_runtime_dir
+from antiphon.core.tenants import tenant_of
 
 
 def test_a_gb_is_a_billion_bytes() -> None:
@@ -24,8 +25,13 @@ def test_policies_may_be_in_capitals() -> None:
 
 
 def test_quotas_by_tenant() -> None:
-    spec = CacheServerSpec(l1_size_gb=1, quota=["a=0.5", "b=c=2"])
-    assert spec.quota_bytes == {"a": 500_000_000, "b=c": 2_000_000_000}
+    spec = CacheServerSpec(l1_size_gb=1, quota=["a=0.5", "b=c=2", "default=3", "team 1=4"])
+    assert spec.quota_bytes == {
+        "a": 500_000_000,
+        tenant_of("b=c"): 2_000_000_000,
+        tenant_of(""): 3_000_000_000,
+        tenant_of("team 1"): 4_000_000_000,
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,7 @@ def test_quotas_by_tenant() -> None:
         ("quota", ["a=-1"], "write TENANT=GB"),
         ("quota", ["a=nan"], "write TENANT=GB"),
         ("quota", ["a=1", "a=2"], "a has two quotas"),
+        ("quota", ["b c=1", f"{tenant_of('b c')}=2"], "has two quotas"),
         ("host", "0.0.0.0", "not a loopback address"),
         ("http_host", "10.0.0.1", "not a loopback address"),
         ("instance_id", "../up", "pattern"),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from antiphon.protocol import cache as wire
 from antiphon.storage.arena import ArenaMapping
-from antiphon.transport.frames import recv_frame, recv_frame_with_fd
+from tests.transport.blocking_frames import recv_frame, recv_frame_with_fd
 
 START_TIMEOUT_S = 20.0
 SLAB_BYTES = 65_536

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from antiphon.client.options import ClientOptions
-from antiphon.client.quiet_log import QuietLog
 from antiphon.client.releases import Releases
 from antiphon.core.errors import CacheUnavailable
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol.cache import Call, Failure, Lookup, Ping, Release
 from tests.client.fake_server import Connection, FakeServer, lookup, running, wait_until
 from tests.client.test_calls import session_of

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.config import cache_servers, transfer_cache
-from antiphon.config.cache_server_spec import CacheServerSpec
+from antiphon.config.cache_server_spec import SIZE_MAX_BYTES, CacheServerSpec
 from antiphon.config.compile import Compiled
 from antiphon.config.load import load_spec
 from antiphon.config.plan import ProcessPlan
@@ -26,6 +26,7 @@ from antiphon.config.problems import SpecError
 from antiphon.config.resolve import Machine
 from antiphon.config.router_spec import RouterSpec
 from antiphon.connector import settings
+from antiphon.core.tenants import tenant_of
 from tests.config.facts_for_tests import GPU_HOST, LAPTOP, compiled_from
 
 CPU = {"engine.device": "cpu", "cache.l1_size_bytes": "1GB"}
@@ -151,7 +152,7 @@ def test_every_knob_reaches_the_server_and_is_read_back() -> None:
     spec = server_of_argv(plans["cache"])
     assert (spec.l1_size_bytes, spec.chunk_size, spec.eviction_policy) == (3 << 29, 512, "lru")
     assert (spec.host, spec.http_host, spec.port, spec.http_port) == ("127.0.0.2", "127.0.0.2", 7000, 7100)
-    assert spec.quota_bytes == {"a=b": 1 << 20, "c": 10**9 + 1}
+    assert spec.quota_bytes == {tenant_of("a=b"): 1 << 20, "c": 10**9 + 1}
     assert (spec.default_quota_bytes, spec.runtime_dir, spec.instance_id) == (3_000_000, "/run/x", "x-shared")
     assert plans["cache"].base_url == "http://127.0.0.2:7100"
     for name in ("prefill-0", "decode-0"):
@@ -231,7 +232,7 @@ def test_the_size_that_is_not_written_is_a_share_of_what_engines_leave(free_gb: 
     assert [server.l1_size_bytes for server in compiled.servers] == [size] * 2
     (notice,) = [each for each in compiled.notices if each.field == "cache.l1_size_bytes"]
     assert "for each cache server" in notice.message
-    on_gpu = compiled_from({"engine.device": "cuda"}, GPU_HOST)
+    on_gpu = compiled_from({"engine.device": "cuda", "cache.enabled": True}, GPU_HOST)
     assert [server.l1_size_bytes for server in on_gpu.servers] == [16 << 30] * 2
 
 
@@ -245,6 +246,56 @@ def test_simulated_engines_use_none_unless_it_is_written() -> None:
     assert [server.name for server in written.servers] == ["cache-prefill", "cache-decode"]
     assert not written.notices
     assert not any("cache" in arg for plan in written.plans if plan.kind == "simulated" for arg in plan.argv)
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_engines_on_cuda_get_none_unless_it_is_written(device: str) -> None:
+    """In this version they cannot use one: it would hold memory for nothing."""
+    sets = {"engine.device": device, "cache.l1_size_bytes": "1GB"}
+    compiled = compiled_from(sets, GPU_HOST)
+    assert compiled.servers == ()
+    assert not any("AntiphonConnector" in arg for plan in compiled.plans for arg in plan.argv)
+    (notice,) = [each for each in compiled.notices if each.field == "cache.enabled"]
+    assert "the prefill and decode engines run on CUDA" in notice.message
+    assert "write true to start one" in notice.message
+    off = compiled_from(sets | {"cache.enabled": False}, GPU_HOST)
+    assert "cache.enabled" not in {each.field for each in off.notices}
+    written = compiled_from(sets | {"cache.enabled": True}, GPU_HOST)
+    assert [server.name for server in written.servers] == ["cache-prefill", "cache-decode"]
+    assert "cache.enabled" not in {each.field for each in written.notices}
+
+
+def test_only_the_pool_on_cuda_goes_without() -> None:
+    compiled = compiled_from(CPU | {"prefill.device": "cuda"}, GPU_HOST)
+    assert [server.name for server in compiled.servers] == ["cache-decode"]
+    (notice,) = [each for each in compiled.notices if each.field == "cache.enabled"]
+    assert notice.message.startswith("the prefill engines run on CUDA")
+
+
+def test_a_connector_that_is_written_for_a_pool_on_cuda_gets_its_server() -> None:
+    texts = {f"{pool}.kv_transfer_config": text for pool, text in TEXTS.items()}
+    compiled = compiled_from({"engine.device": "cuda", "cache.l1_size_bytes": "1GB", **texts}, GPU_HOST)
+    assert compiled.problems == ()
+    assert len(compiled.servers) == 2
+
+
+def test_the_largest_size_of_the_spec_is_one_that_a_server_takes() -> None:
+    largest = {f"cache.{name}": SIZE_MAX_BYTES for name in ("l1_size_bytes", "default_quota_bytes")}
+    compiled = compiled_from(CPU | largest | {"cache.quota_bytes": {"a": SIZE_MAX_BYTES}})
+    spec = server_of_argv(plans_of(compiled)["cache-prefill"])
+    assert (spec.l1_size_bytes, spec.default_quota_bytes, spec.quota_bytes) == (
+        SIZE_MAX_BYTES,
+        SIZE_MAX_BYTES,
+        {"a": SIZE_MAX_BYTES},
+    )
+    with pytest.raises(SpecError, match="l1_size_bytes"):
+        compiled_from(CPU | {"cache.l1_size_bytes": SIZE_MAX_BYTES + 1})
+
+
+@pytest.mark.parametrize("names", [("team 1", tenant_of("team 1"))])
+def test_a_tenant_has_one_quota(names: tuple[str, str]) -> None:
+    with pytest.raises(SpecError, match="are one tenant"):
+        compiled_from(CPU | {"cache.quota_bytes": dict.fromkeys(names, "1GB")})
 
 
 def test_configurations_written_for_lmcache_work_as_they_stand() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from antiphon.config.checks import run_checks
 from antiphon.config.facts import InterpreterFacts, ModelFacts
+from antiphon.core.memory import KEPT_FREE_BYTES
 from tests.config.facts_for_tests import GPU_HOST, LAPTOP, compiled_from, facts_of
 
 CPU = {"engine.device": "cpu", "engine.kv_memory_bytes": 10**9, "cache.enabled": False}
@@ -45,8 +46,8 @@ def test_what_is_free_is_not_asked_of_a_running_deployment() -> None:
 
 
 def test_memory_is_one_sum_of_engines_and_cache_servers() -> None:
-    # 4.54 GB as above, and two servers with 2 GB and a process of 0.1 GB each.
-    engines, both = 4_540_000_000, 8_740_000_000
+    # 4.54 GB as above, two servers with 2 GB and a process of 0.1 GB each, and what they leave to others.
+    engines, both = 4_540_000_000, 8_740_000_000 + KEPT_FREE_BYTES
     assert fields(CACHED, mem_available_bytes=both) == []
     assert fields(CACHED, mem_available_bytes=both - 1) == ["cache.l1_size_bytes"]
     assert fields(CACHED, mem_available_bytes=engines) == ["cache.l1_size_bytes"]
@@ -55,17 +56,19 @@ def test_memory_is_one_sum_of_engines_and_cache_servers() -> None:
     compiled = compiled_from(CACHED)
     (problem,) = run_checks(compiled, facts_of(compiled, mem_available_bytes=both - 10**9)).problems
     assert "2 engines need 4.54 GB" in problem.message
-    assert "2 cache servers need 4.2 GB" in problem.message
-    assert "together 8.74 GB, but 7.74 GB is free" in problem.message
+    assert "2 cache servers need 4.468 GB" in problem.message
+    assert "together 9.008 GB, but 8.008 GB is free" in problem.message
     assert "at most 1.5 GB, write cache.shared: true, " in problem.fix
     # What the message says does work.
     assert fields(CACHED | {"cache.l1_size_bytes": "1.5GB"}, mem_available_bytes=both - 10**9) == []
 
 
 def test_memory_of_cache_servers_counts_beside_gpus_too() -> None:
-    sets = {"engine.device": "cuda", "prefill.devices": [0], "decode.devices": [1], "cache.l1_size_bytes": "10GB"}
-    assert fields(sets, mem_available_bytes=20_200_000_000) == []
-    assert fields(sets, mem_available_bytes=20_199_999_999) == ["cache.l1_size_bytes"]
+    sets = {"engine.device": "cuda", "prefill.devices": [0], "decode.devices": [1]}
+    sets |= {"cache.enabled": True, "cache.l1_size_bytes": "10GB"}
+    needed = 20_200_000_000 + KEPT_FREE_BYTES
+    assert fields(sets, mem_available_bytes=needed) == []
+    assert fields(sets, mem_available_bytes=needed - 1) == ["cache.l1_size_bytes"]
 
 
 def test_what_this_deployment_holds_already_is_not_looked_for() -> None:
@@ -95,7 +98,15 @@ def test_what_this_deployment_holds_already_is_not_looked_for() -> None:
         ({"cache.chunk_size_tokens": 64, "engine.block_size_tokens": 32}, []),
         ({"engine.block_size_tokens": 96}, ["cache.chunk_size_tokens"]),
         ({"cache.chunk_size_tokens": 64, "cache.enabled": False}, []),
-        ({"cache.chunk_size_tokens": 48, "engine.device": "cuda", "engine.gpu_memory_utilization": 0.4}, []),
+        (
+            {
+                "cache.chunk_size_tokens": 48,
+                "cache.enabled": True,
+                "engine.device": "cuda",
+                "engine.gpu_memory_utilization": 0.4,
+            },
+            [],
+        ),
     ],
 )
 def test_a_chunk_is_whole_blocks(sets: dict[str, Any], found: list[str]) -> None:

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SHAPES: dict[str, tuple[Any, list[str]]] = {
     "laptop-cpu": (LAPTOP, ["127.0.0.1"] * 5),
-    "one-node-two-gpus": (GPU_HOST, ["127.0.0.1"] * 5),
+    "one-node-two-gpus": (GPU_HOST, ["127.0.0.1"] * 3),
     "shared-cache": (LAPTOP, ["127.0.0.1"] * 4),
-    "two-hosts": (GPU_HOST, ["192.0.2.10", "192.0.2.20"] * 2 + ["192.0.2.10"]),
+    "two-hosts": (GPU_HOST, ["192.0.2.10", "192.0.2.20", "192.0.2.10"]),
 }
 
 

@@ -30,30 +30,6 @@ def test_host_figures_are_plausible() -> None:
     assert found.interpreters == {}
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> dict[str, Path]:
-    """A host with 10 GB available, in a control group that has used 3 GB of 4, of which 2.5 GB can be given back."""
-    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   10000000 kB\n")
-    (tmp_path / "memory.max").write_text("4000000000\n")
-    (tmp_path / "memory.current").write_text("3000000000\n")
-    stat = "anon 500000000\nactive_file 7\ninactive_file 2400000000\nslab_reclaimable 100000000\n"
-    (tmp_path / "memory.stat").write_text(stat)
-    return {"meminfo": tmp_path / "meminfo", "cgroup": tmp_path}
-
-
-def test_page_cache_of_a_container_is_available(host: dict[str, Path]) -> None:
-    assert facts.mem_available_bytes(**host) == 3_500_000_000
-    (host["cgroup"] / "memory.max").write_text("max\n")
-    assert facts.mem_available_bytes(**host) == 10_240_000_000
-    (host["cgroup"] / "memory.max").write_text("99000000000\n")
-    assert facts.mem_available_bytes(**host) == 10_240_000_000
-    (host["cgroup"] / "memory.max").write_text("1000\n")
-    (host["cgroup"] / "memory.stat").write_text("inactive_file 5\n")
-    assert facts.mem_available_bytes(**host) == 0
-    (host["cgroup"] / "memory.current").unlink()
-    assert facts.mem_available_bytes(**host) == 10_240_000_000
-
-
 @pytest.mark.parametrize(
     ("files", "smi", "count"),
     [

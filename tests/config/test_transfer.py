@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from antiphon.config.compile import Compiled
@@ -129,6 +129,8 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)), JSON), st.booleans())
+@example({"kv_connector_extra_config": {"connectors": "NixlConnector"}}, False)
+@example({"kv_connector_extra_config": {"connectors": None}}, False)
 def test_anything_gives_a_problem_or_a_configuration_that_keeps_the_rules(raw: dict[str, Any], as_multi: bool) -> None:
     raw["kv_connector"] = "MultiConnector" if as_multi else raw.get("kv_connector", "NixlConnector")
     result = compiled(raw)

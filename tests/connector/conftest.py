@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from antiphon.connector import weights_digests
 from tests.connector.harness import Harness
 from tests.connector.stub_vllm import connector_module
+
+
+@pytest.fixture(autouse=True)
+def weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests of weights are kept: not with those of the user."""
+    folder = tmp_path / "kept-digests"
+    monkeypatch.setattr(weights_digests, "cache_folder", lambda: folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

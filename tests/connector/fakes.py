@@ -21,10 +21,10 @@ from antiphon.cache.options import CacheOptions
 from antiphon.cache_server.translate import CacheCall, answer_of, event_of
 from antiphon.client.options import ClientOptions
 from antiphon.client.pending import OnLate
-from antiphon.client.quiet_log import QuietLog
 from antiphon.client.releases import Releases
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import AntiphonError, CacheUnavailable
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as calls
 from antiphon.storage.arena import ArenaOwner
 

@@ -169,6 +169,40 @@ def test_a_server_that_fails_on_the_way_does_not_turn_reuse_off(
     assert rank.content() == rank.before
 
 
+@pytest.mark.parametrize("kind", [calls.Commit, calls.Lookup, calls.Clear])
+@pytest.mark.parametrize("num_slabs", [1, 2])
+def test_a_server_that_fails_on_the_way_is_left_without_reservation_and_lease(
+    monkeypatch: pytest.MonkeyPatch, kind: type[calls.Body], num_slabs: int
+) -> None:
+    rank, session = Rank(), new_session(num_slabs=num_slabs)
+    answer, num_failed = session.call, 0
+
+    def call(body: calls.Body, timeout_s: float | None = None) -> calls.Answered:
+        nonlocal num_failed
+        if isinstance(body, kind) and not num_failed:
+            num_failed += 1
+            raise CallTimeout("the cache server did not answer")
+        return answer(body, timeout_s)
+
+    monkeypatch.setattr(session, "call", call)
+    assert run_gate(rank.copier, session, 0).has_passed  # type: ignore[arg-type]
+    assert session.server.reserved_bytes == 0
+    assert not session.server.cache.leases()
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2])
+def test_a_bug_in_a_copy_leaves_no_reservation(num_slabs: int) -> None:
+    class Broken(BlockCopier):
+        def store(self, slab_address: int, block_ids: Sequence[int]) -> None:
+            raise RuntimeError("a bug")
+
+    rank, session = Rank(), new_session(num_slabs=num_slabs)
+    with pytest.raises(RuntimeError):
+        run_gate(Broken(rank.copier.layers, PER_CHUNK), session, 0)  # type: ignore[arg-type]
+    assert session.server.reserved_bytes == 0
+    assert rank.content() == rank.before
+
+
 @pytest.mark.parametrize("after", [calls.Reserve, calls.Commit])
 @pytest.mark.parametrize("num_slabs", [1, 2])
 def test_the_gate_of_another_engine_may_clear_and_overwrite(

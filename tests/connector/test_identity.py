@@ -17,7 +17,6 @@ import pytest
 
 from antiphon.connector import compat, namespaces
 from antiphon.connector.identity import EngineFacts, engine_facts, engine_life, served_name
-from antiphon.connector.namespaces import tenant_of
 from antiphon.connector.requests import RequestIdentity
 from antiphon.connector.settings import ConnectorSettings
 from antiphon.core.chunks import chunk_keys
@@ -531,21 +530,6 @@ def test_another_engine_id_gets_an_incarnation_for_each_start(engine_id: str) ->
     assert life(engine_id) == (name, incarnation)
     assert life(engine_id, "another start")[1] != incarnation
     assert life(f"{engine_id}_dp1")[1] != incarnation
-
-
-@pytest.mark.parametrize(
-    ("salt", "tenant"),
-    [(None, "default"), ("", "default"), ("team-a.b_C9", "team-a.b_C9"), ("x" * 64, "x" * 64)],
-)
-def test_a_salt_that_can_be_a_name_is_the_tenant(salt: str | None, tenant: str) -> None:
-    assert tenant_of(salt) == tenant
-
-
-@pytest.mark.parametrize("salt", ["x" * 65, "a b", "ä", "a/b", "a\n"])
-def test_another_salt_is_digested(salt: str) -> None:
-    assert tenant_of(salt).startswith("salt-")
-    assert len(tenant_of(salt)) == 21
-    assert tenant_of(salt) != tenant_of(salt + "x")
 
 
 def test_namespaces_and_adapters_are_bounded(

@@ -318,6 +318,61 @@ def test_a_failed_load_ends_its_request_where_vllm_says_so(new_harness: NewHarne
     harness.assert_idle()
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_nothing_is_promised_after_a_failed_load_until_the_workers_are_asked_again(
+    new_harness: NewHarness, recomputes: bool
+) -> None:
+    """The worker has lost its connection: one load finds none that covers it, the requests behind it are computed."""
+    harness = new_harness(EngineOptions(recomputes_failed_loads=recomputes))
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    server, worker = harness.server, harness.clients[1]
+    assert server is not None
+    first = harness.add(PROMPT)
+    harness.step()
+    assert first.status is Status.WAITING_FOR_REMOTE_KVS
+    worker.lose()
+    harness.clock.advance(10.0)
+    for _ in range(2):
+        harness.sides[0]._sessions.let_go(None, 0.0, (), True)
+        harness.clock.advance(10.0)
+    harness.dispose()
+    server.num_calls.clear()
+    behind = harness.add(PROMPT)  # looked up, and promised nothing yet
+    assert server.num_calls["Lookup"] == 1
+    taken = harness.engine.pool.take(len(harness.engine.pool.free))
+    harness.run_copies()
+    harness.step()  # it is told that the load failed
+    harness.engine.pool.give_back(taken)
+    later = harness.add(PROMPT)
+    harness.settle()
+    assert harness.engine.num_failed_loads == 1
+    assert first.status is (Status.FINISHED_STOPPED if recomputes else Status.FINISHED_ERROR)
+    assert [one.status for one in (behind, later)] == [Status.FINISHED_STOPPED] * 2
+    assert server.num_calls["AskProcesses"] >= 1
+    assert harness.engine.num_loads == 1
+    worker.connect(server)
+    harness.clock.advance(1.0)
+    harness.engine.pool.reset()
+    assert sources(harness, harness.run(PROMPT)) == (0, 24, 0, 4), "it is back with the worker"
+    harness.assert_idle()
+
+
+def test_tokens_are_not_hashed_for_stores_before_the_gates_have_passed(new_harness: NewHarness) -> None:
+    harness = new_harness()
+    assert harness.server is not None
+    for connection in harness.server.gates:
+        harness.server.gates[connection] = "not_run"
+    request = harness.add(PROMPT, max_new_tokens=4)
+    harness.step()
+    harness.step()
+    tracked = harness.scheduler_side._requests[request.request_id]
+    assert tracked.chain is not None
+    assert tracked.chain.num_tokens == 0
+    harness.settle()
+    harness.assert_idle()
+
+
 def _fail() -> None:
     raise calls.error_of(calls.Failure("protocol_error", "that is no place for a chunk"))
 

@@ -283,12 +283,14 @@ def start_everything(harness: Harness) -> list[EngineRequest]:
     return [storing, loading, waiting]
 
 
+@pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("is_026", [False, True])
 @pytest.mark.parametrize("call", SCHEDULER_CALLS)
 def test_an_engine_outlives_a_scheduler_side_that_fails(
-    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, call: str, is_026: bool
+    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, call: str, is_026: bool, recomputes: bool
 ) -> None:
-    harness = new_harness(EngineOptions(is_026=is_026, step_tokens_max=64))
+    """Also where vLLM does not compute what was not loaded: what was promised before is loaded."""
+    harness = new_harness(EngineOptions(is_026=is_026, step_tokens_max=64, recomputes_failed_loads=recomputes))
     requests = start_everything(harness)
     monkeypatch.setattr(harness.scheduler_side, call, fail)
     requests.append(harness.add(PROMPT[:20], max_new_tokens=4))
@@ -296,27 +298,132 @@ def test_an_engine_outlives_a_scheduler_side_that_fails(
     assert harness.scheduler.out_of_service is not None
     assert call in harness.faults.records[0] or "a bug" in harness.faults.records[0]
     assert [request.status for request in requests] == [Status.FINISHED_STOPPED] * 4
+    assert harness.engine.num_failed_loads == 0
     assert len(harness.engine.pool.free) == harness.engine.pool.num_usable
     num_loads = harness.engine.num_loads
-    harness.run(PROMPT)
+    assert harness.run(PROMPT).status is Status.FINISHED_STOPPED
     assert harness.engine.num_loads == num_loads, "it is out of service for good"
 
 
-@pytest.mark.parametrize("call", ["_cancel", "_load_from", "_store_on"])
-def test_an_engine_outlives_a_worker_side_that_fails(
+@pytest.mark.parametrize("call", ["scheduled", "take_plan"])
+def test_a_load_that_was_planned_is_done_although_the_rest_of_the_step_failed(
     new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    harness = new_harness(EngineOptions(num_ranks=2))
+    harness = new_harness(EngineOptions(recomputes_failed_loads=False, step_tokens_max=64))
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    monkeypatch.setattr(harness.scheduler_side, call, fail)
+    loaded, computed = harness.add(PROMPT), harness.add([6] * 20)
+    harness.settle()
+    assert harness.scheduler.out_of_service is not None
+    assert [one.status for one in (loaded, computed)] == [Status.FINISHED_STOPPED] * 2
+    assert loaded.sources.count("l1") == 24
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_only_a_load_that_nobody_could_plan_fails(
+    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, recomputes: bool
+) -> None:
+    harness = new_harness(EngineOptions(recomputes_failed_loads=recomputes, step_tokens_max=64))
+    harness.run(PROMPT)
+    harness.engine.pool.reset()
+    allocated = harness.scheduler_side.allocated
+
+    def second_fails(request: Any, block_ids: list[int], num_external_tokens: int) -> Any:
+        if request is requests[1]:
+            fail()
+        return allocated(request, block_ids, num_external_tokens)
+
+    monkeypatch.setattr(harness.scheduler_side, "allocated", second_fails)
+    requests = [harness.add(PROMPT[:length]) for length in (28, 20, 24)]
+    harness.settle()
+    assert harness.scheduler.out_of_service is not None
+    middle = Status.FINISHED_STOPPED if recomputes else Status.FINISHED_ERROR
+    assert [one.status for one in requests] == [Status.FINISHED_STOPPED, middle, Status.FINISHED_STOPPED]
+    assert (harness.engine.num_loads, harness.engine.num_failed_loads) == (2, 1)
+    assert len(harness.engine.pool.free) == harness.engine.pool.num_usable
+
+
+WORKER_CALLS = ("_cancel", "_load_from", "_store_on")
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("call", WORKER_CALLS)
+def test_an_engine_outlives_a_worker_side_that_fails(
+    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, call: str, recomputes: bool
+) -> None:
+    """Where vLLM does not compute what was not loaded, only requests fail that were promised before it was noticed."""
+    harness = new_harness(EngineOptions(num_ranks=2, recomputes_failed_loads=recomputes))
     requests = start_everything(harness)
     monkeypatch.setattr(harness.sides[1], call, fail)
     requests.append(harness.add(PROMPT[:20], max_new_tokens=4))
+    step_without_copies(harness, 2)
+    promised = {one.request_id for one in requests if one.status is Status.WAITING_FOR_REMOTE_KVS}
     if call == "_cancel":
         harness.run_copies()
         harness.engine.reset_prefix_cache()
     harness.settle()
     assert harness.faults.records
     assert all(request.is_finished for request in requests)
+    failed = {one.request_id for one in requests if one.status is Status.FINISHED_ERROR}
+    assert failed <= (promised if call == "_load_from" else set())
     assert len(harness.engine.pool.free) == harness.engine.pool.num_usable
+    if call == "_store_on":
+        return  # a store that fails costs no request anything
+    assert harness.server is not None
+    assert "failed" in harness.server.gates.values()
+    num_loads, num_reserves = harness.engine.num_loads, harness.server.num_calls.get("Reserve", 0)
+    for _ in range(3):
+        harness.engine.pool.reset()
+        again = harness.run(PROMPT)
+        assert again.status is Status.FINISHED_STOPPED
+        assert harness.report_of(again).computed == len(PROMPT), "its tokens are still reported"
+    assert harness.engine.num_loads == num_loads, "nothing is promised any more"
+    assert harness.server.num_calls.get("Reserve", 0) == num_reserves, "nothing is offered any more"
+    assert not harness.server.cache.leases()
+
+
+def test_a_connection_that_is_made_later_is_told_that_the_gate_turned(
+    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = new_harness()
+    monkeypatch.setattr(harness.sides[0], "_cancel", fail)
+    harness.add(PROMPT, max_new_tokens=4)
+    harness.step()
+    harness.engine.reset_prefix_cache()
+    harness.settle()
+    harness.lose_server()
+    harness.start_server()
+    assert harness.server is not None
+    assert sorted(harness.server.gates.values()) == ["failed", "not_run"]
+
+
+def test_a_store_is_not_committed_from_blocks_that_it_was_not_kept_from(
+    new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook that ends stores before their blocks are used again has failed while one copies."""
+    harness = new_harness()
+    harness.run(PROMPT)
+    assert harness.server is not None
+    harness.server.num_calls.clear()
+    harness.add([5] * 30, max_new_tokens=4)
+    harness.step()
+    side = harness.sides[0]
+    (session,) = [held.session for held in side._sessions._held]
+    monkeypatch.setattr(side, "_cancel", fail)
+
+    def between() -> None:
+        session.between_addresses = lambda: None
+        harness.engine.reset_prefix_cache()
+        harness.step()
+
+    session.between_addresses = between  # type: ignore[attr-defined]
+    side.run_store()
+    assert harness.workers[0].out_of_service is not None
+    assert harness.server.num_calls["Reserve"] >= 1
+    assert "Commit" not in harness.server.num_calls
+    assert harness.server.reserved_bytes == 0
+    harness.settle()
 
 
 @pytest.mark.parametrize("is_026", [False, True])

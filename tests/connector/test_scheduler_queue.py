@@ -142,3 +142,15 @@ def test_one_odd_request_goes_without_reuse_and_is_told_of_once(
     harness.engine.pool.reset()
     assert harness.report_of(harness.run(PROMPT)).l1 == 24
     harness.assert_idle()
+
+
+def test_many_odd_requests_are_one_line(new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = new_harness()
+
+    def identify_none(_request: EngineRequest) -> RequestIdentity | str:
+        raise KeyError("adapter")
+
+    monkeypatch.setattr(harness.scheduler_side, "_identify", identify_none)
+    for _ in range(5):
+        harness.run(PROMPT)
+    assert len(harness.faults.records) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -256,6 +258,49 @@ def test_a_load_that_fails_is_reported_with_its_blocks_only(
     assert bench.blocks(10, 11) == bench.blocks(1, 2)
 
 
+@pytest.mark.parametrize("failure", ["life", "region", "bug", "store"])
+def test_what_fails_again_and_again_is_one_line(
+    bench: Bench, failure: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "antiphon.connector")
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab")]))
+    wait_until(lambda: not bench.side._jobs)
+    found = bench.look_up("two", "ab")
+    session = bench.client.session
+    assert session is not None
+    if failure in ("region", "store"):
+        monkeypatch.setattr(session, "address_of", lambda _region: (_ for _ in ()).throw(calls.ProtocolError("none")))
+    caplog.clear()
+    for number in range(4):
+        plan = bench.load_plan(f"load-{number}", found, (10, 11, 12, 13))
+        if failure == "life":
+            plan = replace(plan, incarnation=f"life {number}")
+        elif failure == "bug":
+            plan = replace(plan, regions=plan.regions[:1])
+        if failure == "store":
+            bench.step(StepPlan(stores=[bench.store_plan(f"store-{number}", "xyzw"[number])]))
+            wait_until(lambda: not bench.side._jobs)
+        else:
+            bench.step(StepPlan(loads=[plan]))
+            wait_until(taken(bench, "received"))
+    assert len([one for one in caplog.records if one.levelno >= logging.INFO]) == 1
+
+
+def test_a_bug_in_a_load_is_told_to_the_scheduler_and_the_server(bench: Bench) -> None:
+    bench.step(StepPlan(stores=[bench.store_plan("one", "ab")]))
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.side.take_news().out_of_service is None
+    plan = bench.load_plan("two", bench.look_up("two", "ab"), (10, 11, 12, 13))
+    bench.step(StepPlan(loads=[replace(plan, regions=plan.regions[:1])]))
+    wait_until(taken(bench, "received"))
+    for _ in range(2):  # each news says it, so that none needs to arrive
+        assert "more blocks than regions" in (bench.side.take_news().out_of_service or "")
+    assert "failed" in bench.server.gates.values()
+    bench.step(StepPlan(stores=[bench.store_plan("three", "c")]))
+    wait_until(lambda: not bench.side._jobs)
+    assert bench.look_up("four", "c").num_tokens == 0
+
+
 def test_a_store_that_fails_in_the_middle_gives_everything_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     session = bench.client.session
     assert session is not None
@@ -424,6 +469,10 @@ def test_news_of_ranks_add_up() -> None:
     news = WorkerNews({1: 1, 2: 1})
     news.merge(WorkerNews({2: 1, 3: 2}))
     assert news.stored == {1: 1, 2: 2, 3: 2}
+    assert news.out_of_service is None
+    news.merge(WorkerNews(out_of_service="one"))
+    news.merge(WorkerNews(out_of_service="other"))
+    assert news.out_of_service == "one"
 
 
 def test_a_worker_without_reuse_answers_everything_once() -> None:

@@ -7,6 +7,7 @@ cache decides (``tests/cache``), the admin routes (``tests/cache_server``), deat
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import socket
@@ -21,7 +22,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from antiphon.core.errors import CacheUnavailable
 from antiphon.protocol import cache as wire
+from antiphon.transport.frames_server import FrameLimits
 from tests.cache_server.world import (
     Client,
     Refusal,
@@ -54,7 +57,7 @@ REPORT = wire.Report("r", "e", "i", 300, 0, 256, 0, 44, 0, "finished")
 EVERY_CALL: list[tuple[wire.Body, str, str]] = [
     # the call, its answer from a process that is attached, and from one that is not
     (wire.Hello(wire.PROTOCOL_VERSION, "again"), "protocol_error", "protocol_error"),
-    (wire.Attach("e", "i", "worker-0", 1, "m", 256, 1, 65_536, None, (0,)), "protocol_error", "not_local"),
+    (wire.Attach("e", "i", "worker-0", 1, "m", 256, 1, 65_536, None, (0,)), "protocol_error", "Attached"),
     (wire.Lookup("r", namespace_of("n"), "t", b"k" * 32), "Found", "connection_unknown"),
     (wire.Release("r", 1), "lease_unknown", "connection_unknown"),
     (wire.CopyBegan(1), "lease_unknown", "connection_unknown"),
@@ -62,8 +65,8 @@ EVERY_CALL: list[tuple[wire.Body, str, str]] = [
     (wire.Reserve(namespace_of("n"), "t", None, b""), "Reserved", "connection_unknown"),
     (wire.Commit((REGION,)), "stale_handle", "connection_unknown"),
     (wire.Abort((REGION,)), "stale_handle", "connection_unknown"),
-    (wire.Clear("nobody", "nothing"), "Cleared", "Cleared"),
-    (REPORT, "Noted", "Noted"),
+    (wire.Clear("nobody", "nothing"), "Cleared", "connection_unknown"),
+    (REPORT, "Noted", "connection_unknown"),
     (wire.EngineNote("passed", "all bits equal"), "Noted", "connection_unknown"),
     (wire.AskProcesses(), "Processes", "connection_unknown"),
     (wire.Ping(), "Noted", "Noted"),
@@ -84,9 +87,12 @@ def test_every_call_is_answered(
 ) -> None:
     client.attach()
     assert name_of(client.ask(body)) == attached
-    with Client(server.port).hello() as far:
-        assert name_of(far.ask(body)) == unattached
-        assert name_of(far.ask(wire.Ping())) == "Noted", "a refused call costs nothing but itself"
+    with server.connect() as near, Client(server.port).hello() as far:
+        assert name_of(near.ask(body)) == unattached
+        is_told = isinstance(body, wire.Hello | wire.Ping)
+        assert name_of(far.ask(body)) == (unattached if is_told else "not_local"), "any user may connect over TCP"
+        for client in (near, far):
+            assert name_of(client.ask(wire.Ping())) == "Noted", "a refused call costs nothing but itself"
 
 
 BAD_VALUES: list[tuple[wire.Body, str]] = [
@@ -198,7 +204,7 @@ def test_half_frames_and_silence_cost_one_connection_each(server: ServerProcess,
     halves[2].sock.sendall(wire.frame(wire.Call(1, wire.Ping()))[:-1])
     halves[3].sock.sendall(b"\x10\0\0\0abc")
     client.attach("good")
-    idle = [Client(server.port) for _ in range(200)]
+    idle = [Client(server.socket_path) for _ in range(200)]
     began_s = time.monotonic()
     while time.monotonic() - began_s < 4:
         asked_s = time.monotonic()
@@ -214,6 +220,28 @@ def test_half_frames_and_silence_cost_one_connection_each(server: ServerProcess,
         assert "the first frame did not come" in answer.message
         assert silent.at_end() == b""
         silent.close()
+
+
+def test_a_full_port_does_not_keep_engines_out(server: ServerProcess, client: Client) -> None:
+    """Any user of the machine can connect over TCP, and need not leave."""
+    far = [Client(server.port) for _ in range(FrameLimits().tcp_connections_max + 20)]
+    told = []
+    for each in far:
+        with contextlib.suppress(OSError, CacheUnavailable):
+            told.append(each.hello())
+    assert 0 < len(told) <= FrameLimits().tcp_connections_max
+    client.attach("kept")
+    with server.connect().attach("new"):
+        assert name_of(client.ask(wire.Ping())) == "Noted"
+    for each in far:
+        each.close()
+    wait_for(lambda: _is_answered(server.port), "there is room again")
+
+
+def _is_answered(port: int) -> bool:
+    with contextlib.suppress(OSError, CacheUnavailable), Client(port).hello():
+        return True
+    return False
 
 
 def test_a_dropped_process_keeps_its_leases_until_it_hangs_up(server: ServerProcess) -> None:
@@ -379,6 +407,7 @@ def test_the_gate_and_the_processes_of_an_engine_are_shown(server: ServerProcess
 
 
 def test_a_report_is_published_and_summed(server: ServerProcess, client: Client) -> None:
+    client.attach()
     before = server.get("/status")["tokens"]["reported"]
     since = server.get("/reports?since=1&wait_s=0")["next"]
     client.call(REPORT, wire.Noted)

@@ -6,6 +6,7 @@ In scope: signals, sockets, memory, exit codes and their messages. Out of scope:
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.core.errors import CacheUnavailable
+from antiphon.core.memory import available_memory_bytes
 from antiphon.protocol import cache as wire
-from antiphon.storage.arena import available_memory_bytes
 from tests.cache_server.world import Client, Refusal, ServerProcess, command, keys_of, mapped_arenas, wait_for
 
 pytestmark = pytest.mark.process
@@ -38,14 +39,15 @@ def holder_of(server: ServerProcess, preexec: Preexec) -> subprocess.Popen[str]:
     return holder
 
 
-def test_an_engine_killed_leaves_nothing(tmp_path: Path, die_with_parent: Preexec) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_an_engine_that_ends_leaves_nothing(tmp_path: Path, die_with_parent: Preexec, signum: signal.Signals) -> None:
     with (
         ServerProcess(tmp_path, die_with_parent).wait_populated() as server,
         holder_of(server, die_with_parent) as holder,
     ):
         assert [lease["engine"] for lease in server.get("/leases")["leases"]] == ["holder"]
-        holder.kill()
-        holder.wait(5)
+        holder.send_signal(signum)
+        assert holder.wait(5) == -signum
         began_s = time.monotonic()
         wait_for(lambda: not server.get("/leases")["leases"], "no lease is left", 5.0)
         wait_for(lambda: not server.get("/status")["engines"], "no registration is left", 5.0)

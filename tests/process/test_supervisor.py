@@ -300,7 +300,9 @@ async def test_killed_child_is_restarted_on_its_port_with_a_new_incarnation(benc
         assert after.incarnation != old_incarnation
         assert after.restarts == 1
         assert after.last_exit is not None
-        assert "SIGKILL" in after.last_exit
+        assert after.last_exit == "was killed by SIGKILL (by the kernel for lack of memory, or by a person)"
+        (told,) = [event.text for event in bench.events if event.kind == "exited"]
+        assert told == f"{after.last_exit}\n    log: {after.log_path}", "its log cannot say who killed it"
         assert record(supervisor, "router").pid == router_pid
         assert bench.report().is_all_ready
 
@@ -332,7 +334,9 @@ async def test_backoff_grows_and_the_limit_leaves_the_rest_running(bench: Bench,
         assert [row.state for row in report.processes] == ["failed", "ready"]
         assert report.is_up
         assert not report.is_all_ready
+        assert "Its log says:" in next(e.text for e in reversed(bench.events) if e.kind == "exited")
         assert "RuntimeError: broken" in next(e.text for e in reversed(bench.events) if e.kind == "exited")
+        assert "Its log says" not in (record(supervisor, "decode-0").last_exit or "")
 
 
 async def test_everything_failed_ends_the_run(bench: Bench) -> None:

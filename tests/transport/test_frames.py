@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from antiphon.core.errors import CacheUnavailable, ProtocolError
 from antiphon.protocol.cache import FRAME_BYTES_MAX
-from antiphon.transport.frames import FrameBuffer, recv_frame, recv_frame_with_fd
+from antiphon.transport.frames import FrameBuffer
+from tests.transport.blocking_frames import recv_frame, recv_frame_with_fd
 
 
 def framed(payload: bytes) -> bytes:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.core.errors import ProtocolError
+from antiphon.core.errors import CacheUnavailable, ProtocolError
 from antiphon.protocol.cache import FRAME_BYTES_MAX
 from antiphon.transport import frames_server
-from antiphon.transport.frames import recv_frame, recv_frame_with_fd
 from antiphon.transport.frames_server import FrameConnection, FrameLimits, FrameServer
+from tests.transport.blocking_frames import recv_frame, recv_frame_with_fd
 
 LIMITS = FrameLimits(
     connections_max=8,
@@ -28,6 +28,8 @@ LIMITS = FrameLimits(
     outbound_high_bytes=65_536,
     stall_timeout_s=0.3,
     linger_s=0.2,
+    tcp_connections_max=4,
+    tcp_life_s=1.0,
 )
 
 
@@ -301,6 +303,36 @@ async def test_connections_are_bounded_and_room_comes_back(stand: Stand) -> None
     first[0].close()
     await stand.until(lambda: stand.server.num_connections == LIMITS.connections_max - 1)
     assert await stand.ask(stand.connect(), b"room") == b"room"
+
+
+async def test_connections_over_tcp_take_no_room_of_unix_ones_nor_the_reverse(stand: Stand) -> None:
+    far = [stand.connect(is_unix=False) for _ in range(LIMITS.tcp_connections_max)]
+    near = [stand.connect() for _ in range(LIMITS.connections_max)]
+    for sock in (*far, *near):
+        assert await stand.ask(sock, b"x") == b"x"
+    for is_unix in (True, False):
+        assert await stand.at_end(stand.connect(is_unix)) == b""
+    assert stand.server.num_refused == 2
+    far[0].close()
+    await stand.until(lambda: len(stand.echo.ended_numbers) == 1)
+    assert await stand.ask(stand.connect(is_unix=False), b"room") == b"room"
+
+
+async def test_a_tcp_connection_ends_whatever_it_says_and_a_unix_one_stays(stand: Stand) -> None:
+    far, near = stand.connect(is_unix=False), stand.connect()
+    assert await stand.ask(near, b"x") == b"x"
+
+    async def talk() -> None:
+        while True:
+            await stand.ask(far, b"more")
+
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises((CacheUnavailable, ConnectionError)):
+        await talk()
+    assert asyncio.get_running_loop().time() - began_s < LIMITS.tcp_life_s + 1
+    await stand.until(lambda: len(stand.echo.ended_numbers) == 1)
+    assert stand.echo.faults == []
+    assert await stand.ask(near, b"still here") == b"still here"
 
 
 async def test_another_user_is_turned_away(stand: Stand, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from antiphon.bench.processes import BenchProcess, OwnServer
 from antiphon.bench.rig import Row, Rows, Say, Shape, Target
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
 from antiphon.core.errors import CapacityExceeded
-from antiphon.storage.arena import available_memory_bytes
+from antiphon.core.memory import available_memory_bytes
 
 DEFAULT_SHAPES: Final = (Shape(32, 5_898_240), Shape(8, 33_554_432))
 """190 MB in chunks of a 135M model's 256 tokens; 256 MiB in chunks of 256 tokens of 128 KiB, as an 8B model's."""

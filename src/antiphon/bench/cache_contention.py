@@ -1,6 +1,7 @@
 """What a lookup costs while others store without a pause: processor time of client and server, and how long it takes.
 
 The server's share is what it used, less what the writers' calls cost it when nobody looks up: each of those is counted.
+The difference is shown as it is; where noise makes it nothing or less, the goal counts as missed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from antiphon.bench.rig import (
     Buffer,
     CacheMiss,
     Prompt,
+    Row,
     Rows,
     Say,
     Shape,
@@ -139,15 +141,21 @@ def _add_rows(rows: Rows, alone: _Lookups, beside: _Lookups, writer_call_s: floa
     client_us, beside_us = (each.client_cpu_s / each.num_calls * 1e6 for each in (alone, beside))
     rows.add("processor time of a lookup and its release, client, alone", client_us, "us")
     rows.add("processor time of a lookup and its release, client, beside 3 writers", beside_us, "us")
+    note = ""
     if writer_call_s is not None:
         own_us = alone.server_cpu_s / alone.num_calls * 1e6
         share_s = beside.server_cpu_s - beside.num_writer_calls * writer_call_s
-        share_us = max(0.0, share_s) / beside.num_calls * 1e6
+        share_us = share_s / beside.num_calls * 1e6
+        if share_s <= 0:
+            note = "noise: the writers' calls took all of the server's time"
         rows.add("processor time of a lookup and its release, server, alone", own_us, "us")
-        rows.add("processor time of a lookup and its release, server, beside 3 writers", share_us, "us")
+        rows.add("processor time of a lookup and its release, server, beside 3 writers", share_us, "us", note)
         rows.add("processor time of a writer's call, server", writer_call_s * 1e6, "us")
         client_us, beside_us = client_us + own_us, beside_us + share_us
-    rows.at_most("processor time of a lookup beside 3 writers over alone", beside_us / client_us, "x", CPU_GOAL)
+    ratio = beside_us / client_us
+    is_met = ratio <= CPU_GOAL and not note  # a difference that is nothing or less measures nothing
+    name = "processor time of a lookup beside 3 writers over alone"
+    rows.rows.append(Row(name, ratio, "x", f"<= {CPU_GOAL:g}", is_met, note))
     for name, each in (("alone", alone), ("beside 3 writers", beside)):
         rows.add(f"lookup of {_TOKENS} tokens, keys given, {name}, p50", percentile(each.times_s, 50) * 1e3, "ms")
         rows.add(f"lookup of {_TOKENS} tokens, keys given, {name}, p99", percentile(each.times_s, 99) * 1e3, "ms")

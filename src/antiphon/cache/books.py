@@ -64,7 +64,7 @@ class Books:
         self.options = options
         self.arena = Arena(options.arena_bytes, options.initial_usable_bytes, options.alignment_bytes, first_id)
         self.index = Index()
-        self.tenants = Tenants(options.tenants_max, options.quota_of)
+        self.tenants = Tenants(options.tenants_max, options.quota_of, options.quota_bytes.keys() | options.own_tenants)
         self.connections = Connections(options.chunk_size_tokens)
         self.leases = Leases(first_id, options.quarantine_s)
         self.log = EventLog(options.event_log_max)
@@ -109,7 +109,7 @@ class Books:
         binding = self.index.bindings.get(namespace)
         if binding is None:
             return None
-        bound = (binding.account.name, binding.model, binding.layout)
+        bound = (binding.tenant, binding.model, binding.layout)
         called = (tenant, caller.engine.model, caller.engine.layout)
         if bound != called:
             raise LayoutMismatch(
@@ -176,7 +176,7 @@ class Books:
         self.counters.num_stored += 1
         self.counters.stored_bytes += chunk.num_bytes
         binding.account.counts.stored_tokens += self.options.chunk_size_tokens
-        names = (binding.model, binding.account.name)
+        names = (binding.model, binding.tenant)
         self._publish(
             ChunkStored(
                 self.log.next_sequence, binding.namespace, chunk.key, chunk.parent, *names, binding.layout.chunk_bytes
@@ -192,7 +192,7 @@ class Books:
         """Takes the chunk out of the index. The caller says what becomes of its bytes."""
         binding = chunk.binding
         sequence = self.log.next_sequence if chunk.state is ChunkState.READABLE else None
-        names = (binding.model, binding.account.name)
+        names = (binding.model, binding.tenant)
         self._publish(ChunkRemoved(sequence, binding.namespace, chunk.key, *names, binding.layout.chunk_bytes, removal))
         self._count_removal(chunk, removal)
         parent = self.index.remove(chunk)

@@ -27,9 +27,15 @@ from antiphon.core.namespace import NamespaceDigest
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """What a namespace is bound to, and how many chunks hold it there (retired ones too)."""
+    """What a namespace is bound to, and how many chunks hold it there (retired ones too).
+
+    Args:
+        tenant: whose it is.
+        account: what its bytes count against: the tenant's own, or the one that tenants past the bound share.
+    """
 
     namespace: NamespaceDigest
+    tenant: str
     account: Account
     model: str
     layout: ChunkLayout
@@ -139,5 +145,5 @@ class Index:
         """The chunks of a tenant, a model, both, or, with neither, all."""
         for chunk in list(self.chunks.values()):
             binding = chunk.binding
-            if tenant in (None, binding.account.name) and model in (None, binding.model):
+            if tenant in (None, binding.tenant) and model in (None, binding.model):
                 yield chunk

@@ -39,8 +39,9 @@ class CacheOptions:
         default_quota_bytes: the same for tenants not named; None means no quota.
         keys_per_call_max: chunk keys of one call: 16384 are 4 M tokens, past any context length; a larger call is
             refused.
-        tenants_max: tenants with an account. Past it the account that was idle longest is folded into
-            ``Statistics.folded``; where all hold something, a call of a new tenant is refused.
+        tenants_max: accounts of tenants that have no quota of their own. Past it the account that was idle longest is
+            folded into ``Statistics.folded``; where all hold something, new tenants store into one that they share.
+        own_tenants: tenants that have an account of their own past that bound, as those of ``quota_bytes`` have.
         event_log_max: events kept for observers, about 300 bytes each; who reads too late is told how many are lost.
         victims_tried_max: chunks that the policy may offer before the arena is searched for the coldest contiguous
             window. More than one matters only where chunk sizes differ.
@@ -62,6 +63,7 @@ class CacheOptions:
     default_quota_bytes: int | None = None
     keys_per_call_max: int = 16_384
     tenants_max: int = 4_096
+    own_tenants: frozenset[str] = frozenset()
     event_log_max: int = 32_768
     victims_tried_max: int = 8
     ghost_share_max: float = 2.0

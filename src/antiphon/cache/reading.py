@@ -22,13 +22,12 @@ def lookup(books: Books, event: Lookup) -> Found:
         ConnectionUnknown: the caller is not attached.
         ProtocolError: too many keys.
         LayoutMismatch: the namespace or a key means something else here.
-        CapacityExceeded: a new tenant, and no account is free.
     """
     connection = books.connections.get(event.connection)
     books.check_keys(event.keys)
     books.binding_of(event.namespace, event.tenant, connection)
     prefix = _readable_prefix(books, event)
-    counts = books.tenants.open(event.tenant).counts
+    counts = books.tenants.counts_of(event.tenant)
     books.counters.num_lookups += 1
     num_capped = len(prefix) - _num_leasable(books, prefix, connection.engine)
     if num_capped:

@@ -40,7 +40,6 @@ def reserve(books: Books, event: Reserve) -> Reserved:
         ConnectionUnknown: the caller is not attached.
         ProtocolError: too many keys, or the caller writes no slabs.
         LayoutMismatch: the namespace or a key means something else here.
-        CapacityExceeded: a new tenant, and no account is free.
     """
     connection = books.connections.get(event.connection)
     books.check_keys(event.keys)
@@ -51,7 +50,7 @@ def reserve(books: Books, event: Reserve) -> Reserved:
     held = [chunk for key in named if (chunk := books.chunk_of(key, event.namespace)) is not None]
     if binding is None:
         account = books.tenants.open(event.tenant)
-        binding = Binding(event.namespace, account, connection.engine.model, connection.engine.layout)
+        binding = Binding(event.namespace, event.tenant, account, connection.engine.model, connection.engine.layout)
     answer = _Answer(connection, binding)
     # The call's own chunks stay while room is made, so that a verdict is still true when the answer leaves.
     for chunk in held:

@@ -26,6 +26,7 @@ from antiphon.cache_server.metrics import metrics_text
 from antiphon.cache_server.probe import Probe
 from antiphon.cache_server.views import TokenReport
 from antiphon.core.errors import RequestRefused
+from antiphon.core.tenants import tenant_named
 from antiphon.observe.cache_metrics import CONTENT_TYPE
 from antiphon.protocol import json
 from antiphon.protocol.openai import JSON, error_body
@@ -151,8 +152,9 @@ class AdminServer:
     async def _clear(self, request: HttpRequest, responder: Responder) -> None:
         query = clear_query(request)
         await self._probe.settle(SETTLE_TIMEOUT_S)
-        cleared = self._server.clear(query.tenant, query.model)
-        log.info("cleared %d chunks (tenant %s, model %s)", cleared.num_chunks, query.tenant, query.model)
+        tenant = None if query.tenant is None else tenant_named(query.tenant)
+        cleared = self._server.clear(tenant, query.model)
+        log.info("cleared %d chunks (tenant %s, model %s)", cleared.num_chunks, tenant, query.model)
         _send_json(responder, 200, dataclasses.asdict(cleared))
 
     def _events_since(self, sequence: int, num_max: int) -> Page[ChunkStored | ChunkRemoved]:

@@ -2,6 +2,9 @@
 
 Owns what is known of each connection. A frame that is no call costs its connection. A connection that is attached is
 not let go before its peer hangs up, since its process may still be copying: only then is the cache told (``Detach``).
+Over TCP, where any user of the machine can connect, only ``Hello`` and ``Ping`` are answered: they tell where the unix
+socket is. Its connections end by themselves (``FrameLimits``). Over the unix socket, what changes anything needs
+``Attach`` first.
 A lookup of a peer that has hung up is not taken up: nobody would know of its lease, which lasts while other processes
 of the engine are attached. What else such a peer sent counts, or ends with the connection.
 """
@@ -17,11 +20,11 @@ from antiphon.cache.effects import Attached, Detached, Refused
 from antiphon.cache.events import ConnectionId, Detach, EngineId
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
-from antiphon.cache_server.quiet import QuietLog
 from antiphon.cache_server.reports import Reports, adds_up
 from antiphon.cache_server.translate import ROLE_CHARS_MAX, answer_of, check_name, event_of
 from antiphon.cache_server.views import ProcessView
 from antiphon.core.errors import AntiphonError, ConnectionUnknown, NotLocal, ProtocolError, VersionMismatch
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as wire
 from antiphon.transport.frames_server import FrameConnection
 
@@ -150,13 +153,22 @@ class Calls:
         connection.send(wire.frame(wire.Answer(call.id, self.welcome)), descriptor)
 
     def _answer(self, connection: FrameConnection, peer: _Peer, body: wire.Body) -> wire.Answered:
+        if not connection.is_unix and not isinstance(body, wire.Hello | wire.Ping):
+            raise NotLocal(
+                f"{type(body).__name__} is answered over the unix socket only, which also passes the memory",
+                remedy=f"connect to {self.welcome.socket_path}",
+            )
         match body:
             case wire.Hello():
                 raise ProtocolError("Hello was said before")
             case wire.Attach():
                 return self._attach(connection, peer, body)
             case wire.Report():
+                if peer.attach is None:
+                    raise _not_attached()
                 return self._report(body)
+            case wire.Clear() if peer.attach is None:
+                raise _not_attached()
             case wire.EngineNote():
                 return self._note(peer, body)
             case wire.AskProcesses():
@@ -173,11 +185,6 @@ class Calls:
                 return answer
 
     def _attach(self, connection: FrameConnection, peer: _Peer, body: wire.Attach) -> wire.Answered:
-        if not connection.is_unix:
-            raise NotLocal(
-                "a process that attaches must use the unix socket, which passes the memory",
-                remedy=f"connect to {self.welcome.socket_path}",
-            )
         reply = self.driver.step(event_of(body, ConnectionId(connection.number), len(body.slabs)))
         if isinstance(reply, Refused):
             self.quiet.say(

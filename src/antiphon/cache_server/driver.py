@@ -14,8 +14,8 @@ from antiphon.cache.effects import ChunkRemoved, ChunkStored, LeaseAlarm, Reply,
 from antiphon.cache.events import Event, Tick
 from antiphon.cache.machine import Cache
 from antiphon.cache_server.metrics import CallTallies
-from antiphon.cache_server.quiet import QuietLog
 from antiphon.cache_server.waiting import Waiters
+from antiphon.core.quiet_log import QuietLog
 
 log = logging.getLogger("antiphon.cache_server")
 

@@ -18,13 +18,11 @@ from collections.abc import Callable
 from typing import Final
 
 from antiphon.core.errors import CapacityExceeded
+from antiphon.core.memory import KEPT_FREE_BYTES, available_memory_bytes
 from antiphon.core.units import MIB
-from antiphon.storage.arena import ArenaOwner, available_memory_bytes
+from antiphon.storage.arena import ArenaOwner
 
 log = logging.getLogger("antiphon.cache_server")
-
-KEPT_FREE_BYTES: Final = 256 * MIB
-"""Memory that is left to everything else."""
 
 PIECE_BYTES: Final = 16 * MIB
 """Taken at once, 16 ms or so: the end of the process waits no longer than that."""

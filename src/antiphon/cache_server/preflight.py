@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from antiphon.cache_server.population import KEPT_FREE_BYTES
 from antiphon.config.cache_server_spec import GB, CacheServerSpec
 from antiphon.core.errors import ConfigError
-from antiphon.storage.arena import available_memory_bytes
+from antiphon.core.memory import KEPT_FREE_BYTES, available_memory_bytes
 
 
 def check_memory(spec: CacheServerSpec, instance: str, available_bytes: int | None = None) -> None:

@@ -26,19 +26,22 @@ from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.population import Population
 from antiphon.cache_server.preflight import check_memory
-from antiphon.cache_server.quiet import QuietLog
+from antiphon.cache_server.probe import PROBE_NAME
 from antiphon.cache_server.reports import Reports
 from antiphon.cache_server.sockets import RuntimeFolder, listen_tcp
 from antiphon.cache_server.views import EngineView, LeaseView, ReportPage, TokenTotals
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.core.errors import CapacityExceeded, ConfigError
 from antiphon.core.ids import new_incarnation
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol.cache import PROTOCOL_VERSION, Welcome
 from antiphon.storage.arena import HEADER_BYTES, ArenaOwner
 from antiphon.transport.frames_server import FrameLimits, FrameServer
 
 log = logging.getLogger("antiphon.cache_server")
 
+_QUIET_LINES = 10
+"""Lines of one kind that peers may cause before the rest is left out: a whole engine attaches in less."""
 _LOOP_STALL_S = 5.0
 """A loop that has not looked at its deadlines for so long is taken for stuck; it does so four times a second."""
 
@@ -61,7 +64,7 @@ class CacheServer:
         self.socket_path = ""
         self.tallies = CallTallies()
         self._reports = Reports()
-        self._quiet = QuietLog(log)
+        self._quiet = QuietLog(log, num_lines=_QUIET_LINES)
         self._exit = contextlib.ExitStack()
 
     @classmethod
@@ -101,6 +104,7 @@ class CacheServer:
             eviction_policy=spec.eviction_policy.lower(),
             quota_bytes=spec.quota_bytes,
             default_quota_bytes=spec.default_quota_bytes,
+            own_tenants=frozenset({PROBE_NAME}),
         )
         # At random, so that no handle of an earlier life is valid in this one.
         self._driver = CacheDriver(Cache(options, first_id=1 + secrets.randbits(48)), self.tallies, self._quiet)

@@ -64,16 +64,19 @@ class RuntimeFolder:
             ConfigError: the folder cannot be used, or others could change what is in it.
             StartError: a living server has the name.
         """
-        _make_folder(folder)
+        folder_fd = _open_folder(folder)
         lock_path = folder / f"cache-{instance}.lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            lock_fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock_fd = os.open(lock_path.name, flags, 0o600, dir_fd=folder_fd)
         except OSError as error:
             raise ConfigError(
                 f"{lock_path} cannot be made: {error.strerror}",
                 field="runtime_dir",
                 remedy="choose a --runtime-dir that this user can write to",
             ) from error
+        finally:
+            os.close(folder_fd)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -126,19 +129,30 @@ class RuntimeFolder:
         os.close(self._lock_fd)
 
 
-def _make_folder(folder: Path) -> None:
+def _open_folder(folder: Path) -> int:
+    """A descriptor of the folder, which is made if it is absent.
+
+    What is checked is what is open: a folder that only this user or root can change, and no link to one, since whoever
+    made the link could turn it elsewhere.
+    """
+    remedy = "choose a --runtime-dir that this user can make"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be made: {error.strerror}",
-            field="runtime_dir",
-            remedy="choose a --runtime-dir that this user can make",
-        ) from error
+        if folder.is_symlink():
+            raise ConfigError(
+                f"{folder} is a symbolic link, which may lead elsewhere at any time",
+                field="runtime_dir",
+                remedy=f"write --runtime-dir {folder.resolve()}, or remove the link",
+            ) from error
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}", field="runtime_dir", remedy=remedy) from error
+    found = os.fstat(descriptor)
     if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(descriptor)
         raise ConfigError(
             f"others can change what is in {folder} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})",
             field="runtime_dir",
             remedy=f"chmod 700 {folder}, or choose another --runtime-dir",
         )
+    return descriptor

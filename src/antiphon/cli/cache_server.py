@@ -26,6 +26,9 @@ def cache_server(**params: Any) -> None:
     --chunk-size 256 --instance-id prefiller
     """
     spec = model_from_flags(CacheServerSpec, params)
+    if spec.port and spec.port == spec.http_port and _number(spec.host) == _number(spec.http_host):
+        fix = "give --port and --http-port a value each"
+        raise click.UsageError(f"--http-port: two uses of one port, {spec.port}: it is --port already\n  fix: {fix}")
     logging.basicConfig(
         level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -52,6 +55,10 @@ def cache_server(**params: Any) -> None:
         sys.exit(1)
     if not is_asked:
         sys.exit(1)
+
+
+def _number(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host
 
 
 server = cache_server

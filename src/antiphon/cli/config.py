@@ -14,16 +14,23 @@ from antiphon.config.checks import Report, run_checks
 from antiphon.config.compile import Compiled, compile_all
 from antiphon.config.explain import nearest
 from antiphon.config.facts import gather_facts
+from antiphon.config.knobs import knobs
 from antiphon.config.live import LiveRow, check_live
-from antiphon.config.load import load_spec
+from antiphon.config.load import Sets, load_spec
 from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.render import render_json, render_shell
+from antiphon.config.spec import Spec
 from antiphon.core.ids import new_incarnation
 from antiphon.supervisor.report import running_ports
 
 DEFAULT_FILE = "antiphon.yaml"
+_NO_FILE = Problem(
+    "--config",
+    f"no {DEFAULT_FILE} in this folder",
+    "name one with --config, or start from examples/, or pass --set model.path=FOLDER",
+)
 
 config_option = click.option(
     "--config",
@@ -43,12 +50,54 @@ def spec_file(config_file: Path | None) -> Path | None:
     return config_file
 
 
+def spec_from(path: Path | None, sets: Sets) -> Spec:
+    """As ``load_spec``; without a file, a missing model is said to be a missing file. Raises SpecError."""
+    try:
+        return load_spec(path, sets)
+    except SpecError as error:
+        if path is not None:
+            raise
+        problems = [_NO_FILE if problem.field == "model.path" else problem for problem in error.problems]
+        raise SpecError(problems) from None
+
+
+class SetCommand(click.Command):
+    """A command with ``--set``, which knows what is meant by a field of the spec that is given as an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            path = _field_of(error.option_name)
+            if path is None:
+                raise
+            text = f"No such option: {error.option_name}. Write --set {path}={_value_after(given, path)}"
+            raise click.NoSuchOption(error.option_name, text, ctx=ctx) from error
+
+
+def _field_of(option: str) -> str | None:
+    """The dotted path of the field of the spec that ``option`` spells."""
+    spelled = option.lstrip("-").replace("_", "-")
+    return next((knob.path for knob in knobs(Spec) if spelled in (knob.flag, knob.path.replace("_", "-"))), None)
+
+
+def _value_after(args: list[str], path: str) -> str:
+    """The value that ``args`` give to the option that spells the field at ``path``."""
+    for index, arg in enumerate(args):
+        option, sign, value = arg.partition("=")
+        if _field_of(option) == path:
+            following = args[index + 1 : index + 2]
+            return value if sign else next((each for each in following if not each.startswith("--")), "VALUE")
+    return "VALUE"
+
+
 @click.group()
 def config() -> None:
     """Check a spec, or print the command line of each process."""
 
 
-@config.command()
+@config.command(cls=SetCommand)
 @config_option
 @set_option
 @click.option("--host", metavar="HOST", help="Only the processes that run on this host.")
@@ -66,7 +115,7 @@ def render(
     (api-key, HF_TOKEN) are masked unless --show-secrets is given.
     """
     try:
-        compiled = compile_all(load_spec(spec_file(config_file), sets))
+        compiled = compile_all(spec_from(spec_file(config_file), sets))
     except SpecError as error:
         _print_problems(error.problems, err=True)
         sys.exit(2)
@@ -83,7 +132,7 @@ def render(
     click.echo(render_shell(plans) if form == "shell" else render_json(plans), nl=False)
 
 
-@config.command()
+@config.command(cls=SetCommand)
 @config_option
 @set_option
 @click.option("--live", is_flag=True, help="Try the running processes from this host: ports, health, versions, NIXL.")
@@ -96,14 +145,17 @@ def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str
     path = spec_file(config_file)
     name = str(path) if path is not None else "the defaults"
     try:
-        compiled = compile_all(load_spec(path, sets))
+        compiled = compile_all(spec_from(path, sets))
     except SpecError as error:
         _report(name, None, Report(error.problems, ()), form)
         sys.exit(2)
     spec = compiled.spec
     running = running_ports(spec.supervisor.state_dir, spec.name)
     if running:
-        text = f"{spec.name} is up: what its processes hold already is not looked for ({', '.join(running)})"
+        text = (
+            f"memory in use and ports were not checked, since {spec.name} is up: it holds them "
+            f"({', '.join(running)}); memory was checked against all that this host has"
+        )
         compiled = replace(compiled, notices=(*compiled.notices, Notice("name", text)))
     report = run_checks(compiled, replace(gather_facts(compiled), running=running), is_running=live)
     if report.problems or not live:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from antiphon.cli.config import config_option
-from antiphon.cli.status import collect, resolve_place
+from antiphon.cli.status import NamedCommand, collect, resolve_place
 from antiphon.core.errors import AntiphonError, ConfigError
 from antiphon.supervisor import store
 from antiphon.supervisor.takedown import take_down
@@ -31,7 +31,7 @@ def which(state_dir: str, name: str | None) -> str | None:
     return names[0] if names else None
 
 
-@click.command(name="down")
+@click.command(name="down", cls=NamedCommand)
 @click.option("--name", help="The deployment (default: the only one that is up).")
 @config_option
 @click.option("--state-dir", help="Folder of the state files (default: as in the spec).")

@@ -14,7 +14,7 @@ import click
 
 from antiphon.config.knobs import Kind, Knob, Model, knobs, model_of
 from antiphon.config.model import SpecModel
-from antiphon.config.problems import SpecError
+from antiphon.config.problems import Problem, SpecError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _SEPARATOR = "__"
@@ -53,8 +53,17 @@ def model_from_flags(model: type[Model], params: dict[str, Any]) -> Model:
     try:
         return model_of(model, given_values(params))
     except SpecError as error:
-        lines = [f"--{p.field.replace('_', '-')}: {p.message}\n  fix: {p.fix}" for p in error.problems]
+        lines = [_as_flag(problem, model) for problem in error.problems]
         raise click.UsageError("\n".join(lines)) from error
+
+
+def _as_flag(problem: Problem, model: type[SpecModel]) -> str:
+    """``problem`` in the spelling of the command line."""
+    flag, fix = f"--{problem.field.replace('_', '-')}", problem.fix
+    knob = next((knob for knob in knobs(model) if knob.path == problem.field), None)
+    if knob is not None and fix == f"add {knob.path}":
+        fix = f"add --{knob.flag} {_METAVARS.get(knob.kind, 'TEXT')}"
+    return f"{flag}: {problem.message}\n  fix: {fix}"
 
 
 def _is_in(path: str, skip: Collection[str]) -> bool:
@@ -68,7 +77,7 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
         section, dot, last = flag.removeprefix("--").rpartition(".")
         flag = f"{flag}/--{section}{dot}no-{last}"
     elif knob.kind == "choice":
-        keywords["type"] = click.Choice(knob.choices)
+        keywords["type"] = click.Choice(knob.choices, case_sensitive=False)
     elif knob.kind == "list":
         keywords |= {"type": str, "multiple": True, "default": (), "metavar": _METAVARS.get(knob.item_kind, "TEXT")}
     else:

@@ -113,6 +113,8 @@ def table_lines(report: DeploymentReport) -> list[str]:
     if report.orphan_pids:
         pids = ", ".join(map(str, report.orphan_pids))
         lines.append(f"still running without a supervisor: pid {pids}; antiphon down --name {report.name} ends them")
+    elif not report.is_supervisor_alive and any(row.state == "dead" for row in report.processes):
+        lines.append(f"nothing of it runs any more; antiphon down --name {report.name} puts it away")
     return lines
 
 
@@ -123,7 +125,19 @@ def exit_code_of(reports: Sequence[DeploymentReport]) -> int:
     return 0 if all(report.is_all_ready for report in reports) else EXIT_NOT_ALL_READY
 
 
-@click.command(name="status")
+class NamedCommand(click.Command):
+    """A command about one deployment, which knows what is meant by a name that is given without ``--name``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            words = " ".join(rest)
+            ctx.fail(f"Got unexpected extra argument ({words}). Name a deployment with --name {rest[0]}")
+        return rest
+
+
+@click.command(name="status", cls=NamedCommand)
 @click.option("--name", help="The deployment (default: all of this user on this host).")
 @config_option
 @click.option("--state-dir", help="Folder of the state files (default: as in the spec).")

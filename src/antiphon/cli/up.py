@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from antiphon.cli.config import config_option, set_option, spec_file
+from antiphon.cli.config import config_option, set_option, spec_file, spec_from
 from antiphon.cli.flags import given_values, spec_options
 from antiphon.config.checks import run_checks
 from antiphon.config.compile import Compiled, compile_all
@@ -155,7 +155,7 @@ def up(config_file: Path | None, sets: tuple[str, ...], only: tuple[str, ...], q
 def run_up(config_path: Path | None, sets: Sequence[str], only: Sequence[str], *, has_logs: bool) -> int:
     """What ``antiphon up`` does; returns the exit code."""
     try:
-        spec = load_spec(config_path, sets)
+        spec = spec_from(config_path, sets)
         # Before the checks, which would find the ports of that very deployment in use.
         refuse_second(spec.supervisor.state_dir, spec.name)
         compiled, selection, notices = prepare(config_path, sets, only)

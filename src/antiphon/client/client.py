@@ -24,10 +24,10 @@ from typing import Final
 
 from antiphon.client.handshake import Refused, connect
 from antiphon.client.options import ClientOptions, ClientState
-from antiphon.client.quiet_log import QuietLog
 from antiphon.client.releases import Releases
 from antiphon.client.session import Session
 from antiphon.core.errors import AntiphonError, CacheUnavailable
+from antiphon.core.quiet_log import QuietLog
 
 _TICK_S: Final = 5.0
 """How often an idle thread looks at calls that are never answered."""

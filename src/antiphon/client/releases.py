@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from antiphon.client.pending import OnLate
-from antiphon.client.quiet_log import QuietLog
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol.cache import Answered, Body, Release
 
 _Debt = tuple[str, str, int]

@@ -26,9 +26,9 @@ from antiphon.client.answers import check_answer, undo_of
 from antiphon.client.handshake import Connected
 from antiphon.client.options import ClientOptions
 from antiphon.client.pending import OnLate, Pending
-from antiphon.client.quiet_log import QuietLog
 from antiphon.client.releases import Releases
 from antiphon.core.errors import CacheUnavailable, CallTimeout, ProtocolError
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol.cache import (
     Answer,
     Answered,

@@ -10,16 +10,19 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from antiphon.config.hosts import is_loopback
 from antiphon.config.model import SpecModel
+from antiphon.core.tenants import tenant_named
 
 GB = 10**9
 """Bytes of what the flags call a GB."""
 
 _SIZE_MIN_GB = 0.001
 _SIZE_MAX_GB = 16_384.0
+SIZE_MIN_BYTES = round(_SIZE_MIN_GB * GB)
+SIZE_MAX_BYTES = round(_SIZE_MAX_GB * GB)
 
 
 def default_runtime_dir() -> str:
@@ -59,15 +62,23 @@ def _quota(text: str) -> str:
 
 
 def _quotas(texts: list[str]) -> list[str]:
-    tenants = [parse_quota(text)[0] for text in texts]
+    tenants = [tenant_named(parse_quota(text)[0]) for text in texts]
     twice = sorted({tenant for tenant in tenants if tenants.count(tenant) > 1})
     if twice:
         raise ValueError(f"{', '.join(twice)} has two quotas: give one")
     return texts
 
 
+def _policy_name(value: object) -> object:
+    folded = value.lower() if isinstance(value, str) else value
+    # What is none is shown as it was written.
+    return folded if folded in ("lru", "arc") else value
+
+
 LoopbackHost = Annotated[str, AfterValidator(_loopback)]
 Quota = Annotated[str, AfterValidator(_quota)]
+PolicyName = Annotated[Literal["lru", "arc"], BeforeValidator(_policy_name)]
+"""In any case: the field's command lines write LRU."""
 
 
 class CacheServerSpec(SpecModel):
@@ -95,7 +106,7 @@ class CacheServerSpec(SpecModel):
         le=_SIZE_MAX_GB,
         description="Memory for KV in GB (10^9 bytes), 0.001 to 16384. More than is free is refused.",
     )
-    eviction_policy: Annotated[Literal["lru", "LRU", "arc"], AfterValidator(str.lower)] = Field(
+    eviction_policy: PolicyName = Field(
         default="lru",
         description="What goes when room is needed: lru, the chunk used longest ago; arc, which also keeps what is "
         "used often when many prompts pass by once.",
@@ -129,8 +140,8 @@ class CacheServerSpec(SpecModel):
     quota: Annotated[list[Quota], AfterValidator(_quotas)] = Field(
         default_factory=list,
         max_length=4096,
-        description="TENANT=GB: what one tenant (the cache_salt of its requests) may occupy; past it, its own oldest "
-        "chunks go. May be given again and again.",
+        description="TENANT=GB: what one tenant may occupy: the cache_salt of its requests, or default for those "
+        "without; past it, its own oldest chunks go. May be given again and again.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged."
@@ -144,7 +155,7 @@ class CacheServerSpec(SpecModel):
     @property
     def quota_bytes(self) -> dict[str, int]:
         """Bytes by tenant."""
-        return dict(parse_quota(text) for text in self.quota)
+        return {tenant_named(name): size_bytes for name, size_bytes in map(parse_quota, self.quota)}
 
     @property
     def default_quota_bytes(self) -> int | None:

@@ -18,6 +18,7 @@ from antiphon.config.problems import Notice
 from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine, Machine
 from antiphon.config.spec import POOLS, Pool, Spec
 from antiphon.config.units import format_bytes
+from antiphon.core.tenants import tenant_named
 
 CACHE_CONNECTOR = "AntiphonConnector"
 CACHE_CONNECTORS = frozenset({CACHE_CONNECTOR, "LMCacheConnector", "LMCacheConnectorV1", "LMCacheMPConnector"})
@@ -62,7 +63,7 @@ class CacheServer:
 
 def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> list[CacheServer]:
     """Every cache server of the deployment: those of prefill first, in the order of their hosts."""
-    pools = pools_with_cache(spec)
+    pools = pools_with_cache(spec, engines)
     places: dict[tuple[Pool | None, str], None] = {}
     for engine in engines:
         if engine.pool in pools:
@@ -94,16 +95,30 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
     return servers
 
 
-def pools_with_cache(spec: Spec) -> tuple[Pool, ...]:
+def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
     """The pools whose engines get a cache server.
 
-    Simulated engines do not speak to one: theirs starts only where ``cache.enabled`` is written. A pool whose own
-    ``kv_transfer_config`` names no cache connector needs none.
+    Simulated engines do not speak to one, and in this version engines on CUDA cannot use one: theirs starts only where
+    it is written, as ``cache.enabled`` or, on CUDA, as a connector of the pool. A pool whose own ``kv_transfer_config``
+    names no cache connector needs none.
     """
     if not spec.cache.enabled:
         return ()
     is_written = "enabled" in spec.cache.model_fields_set
-    return tuple(pool for pool in POOLS if (is_written if spec.pool(pool).kind == "simulated" else _asks(spec, pool)))
+    unused = _pools_on_cuda_by_default(spec, engines)
+    return tuple(
+        pool
+        for pool in POOLS
+        if (is_written if spec.pool(pool).kind == "simulated" else _asks(spec, pool) and pool not in unused)
+    )
+
+
+def _pools_on_cuda_by_default(spec: Spec, engines: list[Engine]) -> list[Pool]:
+    """The pools on CUDA for which nobody has written that they shall have a cache."""
+    if "enabled" in spec.cache.model_fields_set:
+        return []
+    on_cuda = {engine.pool for engine in engines if engine.device == "cuda" and engine.spec.kind == "vllm"}
+    return [pool for pool in POOLS if pool in on_cuda and spec.pool(pool).kv_transfer_config is None]
 
 
 def server_of(engine: Engine, servers: list[CacheServer]) -> CacheServer | None:
@@ -111,13 +126,19 @@ def server_of(engine: Engine, servers: list[CacheServer]) -> CacheServer | None:
     return next((server for server in servers if server.serves(engine)), None)
 
 
-def cache_notices(spec: Spec, servers: list[CacheServer]) -> list[Notice]:
+def cache_notices(spec: Spec, engines: list[Engine], servers: list[CacheServer]) -> list[Notice]:
     """What was filled in for the cache, and which engines have none although it is enabled."""
     notices = []
     if spec.cache.enabled:
         is_written = "enabled" in spec.cache.model_fields_set
         if not is_written and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
             text = "simulated engines use no cache server and none is started for them; write true to start them"
+            notices.append(Notice("cache.enabled", text))
+        if on_cuda := _pools_on_cuda_by_default(spec, engines):
+            text = (
+                f"the {' and '.join(on_cuda)} engines run on CUDA, where this version keeps no KV of earlier requests: "
+                "no cache server is started for them; write true to start one"
+            )
             notices.append(Notice("cache.enabled", text))
         for pool in POOLS:
             if spec.pool(pool).kind == "vllm" and not _asks(spec, pool):
@@ -141,7 +162,7 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
         ("--http-host", cache.host if cache.host != DEFAULT_HOST else None),
         ("--runtime-dir", cache.runtime_dir),
         ("--default-quota-gb", _gb_text(cache.default_quota_bytes) if cache.default_quota_bytes else None),
-        *(("--quota", f"{tenant}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
+        *(("--quota", f"{tenant_named(tenant)}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
     ]
     for flag, value in optional:
         if value is not None:

@@ -6,21 +6,28 @@ Imports pydantic only. What concerns several processes is in ``checks.py`` and `
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from antiphon.config.cache_server_spec import CacheServerSpec, LoopbackHost
+from antiphon.config.cache_server_spec import SIZE_MAX_BYTES, SIZE_MIN_BYTES, CacheServerSpec, LoopbackHost, PolicyName
 from antiphon.config.model import SpecModel
 from antiphon.config.units import Bytes
-
-SIZE_MIN_BYTES = 1_000_000
-SIZE_MAX_BYTES = 1 << 44
+from antiphon.core.tenants import tenant_named
 
 
 def _as_flag(name: str) -> str:
     """What the flag ``name`` of a cache server says about itself."""
     return CacheServerSpec.model_fields[name].description or ""
+
+
+def _named_once(quota_bytes: dict[str, int]) -> dict[str, int]:
+    names: dict[str, str] = {}
+    for name in quota_bytes:
+        other = names.setdefault(tenant_named(name), name)
+        if other != name:
+            raise ValueError(f"{other!r} and {name!r} are one tenant: give one of them")
+    return quota_bytes
 
 
 QuotaBytes = Annotated[Bytes, Field(ge=SIZE_MIN_BYTES, le=SIZE_MAX_BYTES)]
@@ -32,7 +39,8 @@ class CacheSpec(SpecModel):
     enabled: bool = Field(
         default=True,
         description="Keep KV of earlier requests in a cache server beside the engines, so that a repeated prefix is "
-        "loaded instead of computed. Simulated engines use none; written true, the servers start beside them too.",
+        "loaded instead of computed. Simulated engines use none, and engines on CUDA cannot use one in this version: "
+        "beside them the servers start only where true is written.",
     )
     shared: bool = Field(
         default=False,
@@ -43,7 +51,7 @@ class CacheSpec(SpecModel):
         default=None,
         ge=SIZE_MIN_BYTES,
         le=SIZE_MAX_BYTES,
-        description="Memory of each server for KV in bytes, 1 MB to 16 TiB, also 400MB or 2GiB. Default: a share of "
+        description="Memory of each server for KV in bytes, 1 MB to 16384 GB, also 400MB or 2GiB. Default: a share of "
         "the free memory, at most 2 GiB beside engines on CPU and 16 GiB on CUDA; it is said at the start.",
     )
     chunk_size_tokens: int = Field(
@@ -53,9 +61,7 @@ class CacheSpec(SpecModel):
         description="Tokens in a chunk, 1 to 65536: what is stored and found as one. A multiple of the block size of "
         "every engine; smaller chunks reuse shorter prefixes and cost more calls.",
     )
-    eviction_policy: Annotated[Literal["lru", "LRU", "arc"], AfterValidator(str.lower)] = Field(
-        default="lru", description=_as_flag("eviction_policy")
-    )
+    eviction_policy: PolicyName = Field(default="lru", description=_as_flag("eviction_policy"))
     host: LoopbackHost = Field(
         default="127.0.0.1",
         description="Loopback address that the servers listen on. An engine uses the server of its own host: KV is "
@@ -74,16 +80,16 @@ class CacheSpec(SpecModel):
         description="Port for people and the router (status, metrics) of the first server on a host, 1 to 65535; the "
         "next gets one more.",
     )
-    quota_bytes: dict[str, QuotaBytes] = Field(
+    quota_bytes: Annotated[dict[str, QuotaBytes], AfterValidator(_named_once)] = Field(
         default_factory=dict,
-        description="Tenant (the cache_salt of its requests) to the bytes that it may occupy in each server, 1 MB to "
-        "16 TiB; past it, its own oldest chunks go.",
+        description="Tenant (the cache_salt of its requests; default: those without) to the bytes that it may occupy "
+        "in each server, 1 MB to 16384 GB; past it, its own oldest chunks go.",
     )
     default_quota_bytes: Bytes | None = Field(
         default=None,
         ge=SIZE_MIN_BYTES,
         le=SIZE_MAX_BYTES,
-        description="The same in bytes, 1 MB to 16 TiB, for each tenant that quota_bytes does not name (default: no "
+        description="The same in bytes, 1 MB to 16384 GB, for each tenant that quota_bytes does not name (default: no "
         "quota).",
     )
     runtime_dir: str | None = Field(default=None, min_length=1, description=_as_flag("runtime_dir"))

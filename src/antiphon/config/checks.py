@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from antiphon.config.checks_cache import CACHE_CHECKS
-from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS
+from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS, check_total_memory
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts
 from antiphon.config.hosts import WILDCARDS, is_loopback
@@ -38,14 +38,17 @@ def run_checks(
     """Every problem and notice of ``compiled`` on the host of ``facts``.
 
     Args:
-        is_running: the deployment is already up, so memory, shared memory and ports are taken by it and not checked.
+        is_running: the deployment is already up, so what is free of memory, shared memory and ports is taken by it and
+            not checked; it fits into all the memory of the host.
         started: names of the processes that are about to be started, which alone need free memory, shared memory and
             ports (default: all): what another command starts may hold its own already.
     """
     found: list[Finding] = [*compiled.problems, *compiled.notices]
     for check in (*SPEC_CHECKS, *CACHE_CHECKS, *HOST_CHECKS):
         found += check(compiled, facts)
-    if not is_running:
+    if is_running:
+        found += check_total_memory(compiled, facts)
+    else:
         needing = compiled if started is None else _only(compiled, started)
         for check in RESOURCE_CHECKS:
             found += check(needing, facts)
@@ -68,7 +71,7 @@ def _only(compiled: Compiled, names: Collection[str]) -> Compiled:
 
 def check_ports(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """No two listeners on one host share a port, and no port runs past the last."""
-    taken: dict[tuple[str, int], str] = {}
+    taken: dict[tuple[str, int], tuple[str, str]] = {}
     for plan in compiled.plans:
         host = "this machine" if plan.host in facts.local_hosts else plan.host
         each = "server" if plan.role == "cache_server" else "replica"
@@ -77,12 +80,14 @@ def check_ports(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             if port > 65535:
                 fix = f"lower {field} so that every {each} on the host fits below 65536"
                 yield Problem(field, f"{plan.name} on {plan.host} would get port {port}", fix)
-            other = taken.setdefault((host, port), f"the {use.replace('_', ' ')} port of {plan.name}")
-            mine = f"the {use.replace('_', ' ')} port of {plan.name}"
-            if other != mine:
+            mine = (f"the {use.replace('_', ' ')} port of {plan.name}", field)
+            other, other_field = taken.setdefault((host, port), mine)
+            if (other, other_field) != mine:
                 counts = "" if plan.role == "router" else f"; {each}s on one host count up from it"
-                fix = f"give {field} a value of its own{counts}"
-                yield Problem(field, f"port {port} on {plan.host} is already {other}", fix)
+                # One field clashes with itself where servers count up into each other's other port.
+                fields = field if field == other_field else f"{field} or {other_field}"
+                message = f"port {port} on {plan.host} is already {other} ({other_field})"
+                yield Problem(field, message, f"give {fields} a value of its own{counts}")
 
 
 def check_owned(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:

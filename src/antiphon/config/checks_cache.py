@@ -9,10 +9,15 @@ from antiphon.config.cache_servers import server_of
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts, interpreter_key
 from antiphon.config.problems import Notice, Problem
+from antiphon.config.resolve import Engine
 from antiphon.config.units import format_bytes
 from antiphon.core.ids import new_incarnation
 
 Finding = Problem | Notice
+CHUNKS_MIN = 8
+"""Fewer are all in use by a few requests at once, so that none is kept for a later one."""
+CHUNKS_FEW = 64
+"""Fewer hold some conversations."""
 SOCKET_PATH_MAX_BYTES = 107
 """``sun_path`` of Linux has 108 bytes, the last of which is zero."""
 
@@ -29,6 +34,50 @@ def check_chunks(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             message = f"{chunk} is not a multiple of {block}, the block size of the {' and '.join(pools)} engines"
             fix = f"write {max(1, round(chunk / block)) * block}, or set engine.block_size_tokens to a divisor"
             yield Problem("cache.chunk_size_tokens", message, fix)
+
+
+def check_chunk_length(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """The longest request fills a chunk: one that is never full is never stored."""
+    spec = compiled.spec
+    served = [engine for engine in compiled.engines if _is_cached(engine, compiled)]
+    length, where = spec.model.max_model_len, "model.max_model_len"
+    if length is None:
+        length, where = facts.model.longest_request_tokens, "what the model takes"
+    chunk = spec.cache.chunk_size_tokens
+    # The last token of a request is never computed on, so that its KV is one token shorter.
+    if not served or length is None or chunk < length:
+        return
+    block = max(engine.block_size_tokens for engine in served)
+    most = (length - 1) // block * block
+    fix = f"write at most {most}" if most else f"write engine.block_size_tokens below {length}, and here a multiple"
+    message = f"{chunk} tokens are never stored: a request has at most {length} ({where}), and fills no chunk"
+    longer = ", or raise model.max_model_len" if spec.model.max_model_len is not None else ""
+    yield Problem("cache.chunk_size_tokens", message, f"{fix}{longer}")
+
+
+def check_capacity(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """A server holds some chunks of the model, where its KV is known: with a few, nothing stays until it is wanted."""
+    spec = compiled.spec
+    for engine in compiled.engines:
+        server = server_of(engine, list(compiled.servers))
+        token_bytes = facts.model.kv_token_bytes(spec.model.dtype, engine.spec.kv_cache_dtype)
+        if server is None or token_bytes is None or not _is_cached(engine, compiled):
+            continue
+        chunk_bytes = token_bytes * server.chunk_size_tokens
+        num_chunks = server.l1_size_bytes // chunk_bytes
+        size, tokens = format_bytes(server.l1_size_bytes), num_chunks * server.chunk_size_tokens
+        holds = f"{size} holds {num_chunks} chunks of this model, {tokens} tokens ({format_bytes(chunk_bytes)} a chunk)"
+        if num_chunks < CHUNKS_MIN:
+            enough = format_bytes(-(-CHUNKS_FEW * chunk_bytes // 10**6) * 10**6)
+            fix = f"write {enough} or more, or lower cache.chunk_size_tokens"
+            yield Problem("cache.l1_size_bytes", f"{holds}; {CHUNKS_MIN} are the least", fix)
+        elif num_chunks < CHUNKS_FEW:
+            text = f"{holds}: little is found again; {format_bytes(CHUNKS_FEW * chunk_bytes)} hold {CHUNKS_FEW}"
+            yield Notice("cache.l1_size_bytes", text)
+
+
+def _is_cached(engine: Engine, compiled: Compiled) -> bool:
+    return engine.spec.kind == "vllm" and server_of(engine, list(compiled.servers)) is not None
 
 
 def check_socket_paths(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
@@ -73,4 +122,4 @@ def check_connector(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             yield Problem(compiled.spec.knob_path(engine.pool, "python"), message, fix)
 
 
-CACHE_CHECKS = [check_chunks, check_socket_paths, check_quotas, check_connector]
+CACHE_CHECKS = [check_chunks, check_chunk_length, check_capacity, check_socket_paths, check_quotas, check_connector]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from antiphon.config.cache_spec import SIZE_MIN_BYTES
+from antiphon.config.cache_server_spec import SIZE_MIN_BYTES
+from antiphon.config.cache_servers import CacheServer
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts, interpreter_key
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine
 from antiphon.config.units import format_bytes
+from antiphon.core.memory import KEPT_FREE_BYTES
 
 Finding = Problem | Notice
 HostCheck = Callable[[Compiled, HostFacts], Iterator[Finding]]
@@ -54,36 +57,73 @@ def check_model(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
         yield Problem("model.path", f"{compiled.spec.model.path} is not a folder on this host", fix)
 
 
+@dataclass(frozen=True)
+class _Limit:
+    """Memory that something has to fit into, and what is said of it."""
+
+    num_bytes: int
+    words: str
+    remedy: str
+
+
 def check_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """Weights, KV and processes of the local engines on CPU, and the local cache servers, fit into what is free."""
-    engines = [
-        engine for engine in _local_vllm(compiled, facts) if engine.device == "cpu" and engine.name not in facts.running
-    ]
-    servers = [
-        server for server in compiled.servers if server.host in facts.local_hosts and server.name not in facts.running
-    ]
+    """Weights, KV and processes of the local engines on CPU, and the local cache servers, fit into what is free.
+
+    Those that run already have theirs.
+    """
+    limit = _Limit(facts.mem_available_bytes, "is free", ", or free memory")
+    engines = [engine for engine in _local_on_cpu(compiled, facts) if engine.name not in facts.running]
+    servers = [server for server in _local_servers(compiled, facts) if server.name not in facts.running]
+    found = list(_check_memory(compiled, facts, engines, servers, limit))
+    yield from found
+    if facts.running and not found:
+        yield from check_total_memory(compiled, facts)
+
+
+def check_total_memory(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """All of them fit into this host, whether they run or not: the spec may ask for more than what runs has."""
+    if facts.mem_total_bytes is not None:
+        limit = _Limit(facts.mem_total_bytes, "is all that this host has", "")
+        engines, servers = _local_on_cpu(compiled, facts), _local_servers(compiled, facts)
+        yield from _check_memory(compiled, facts, engines, servers, limit)
+
+
+def _local_on_cpu(compiled: Compiled, facts: HostFacts) -> list[Engine]:
+    return [engine for engine in _local_vllm(compiled, facts) if engine.device == "cpu"]
+
+
+def _local_servers(compiled: Compiled, facts: HostFacts) -> list[CacheServer]:
+    return [server for server in compiled.servers if server.host in facts.local_hosts]
+
+
+def _check_memory(
+    compiled: Compiled, facts: HostFacts, engines: list[Engine], servers: list[CacheServer], limit: _Limit
+) -> Iterator[Problem]:
     kv_bytes = sum(engine.kv_memory_bytes or 0 for engine in engines)
     weight_bytes = facts.model.weight_bytes(compiled.spec.model.dtype) * len(engines)
     engine_bytes = kv_bytes + weight_bytes + PROCESS_BYTES_PER_ENGINE * len(engines)
     arena_bytes = sum(server.l1_size_bytes for server in servers)
-    server_bytes = arena_bytes + CACHE_SERVER_BYTES * len(servers)
-    if engine_bytes + server_bytes <= facts.mem_available_bytes:
+    own_bytes = CACHE_SERVER_BYTES * len(servers) + (KEPT_FREE_BYTES if servers else 0)
+    server_bytes = arena_bytes + own_bytes
+    if engine_bytes + server_bytes <= limit.num_bytes:
         return
     terms = [f"KV {format_bytes(kv_bytes)}", f"weights {format_bytes(weight_bytes)}", "processes 1 GB each"]
     needs = [f"{_count(len(engines), 'engine')} {format_bytes(engine_bytes)} ({', '.join(terms)})"] if engines else []
     if servers:
         arenas = f"memory for KV {format_bytes(arena_bytes)}, processes {format_bytes(CACHE_SERVER_BYTES)} each"
+        arenas += f", {format_bytes(KEPT_FREE_BYTES)} that they leave to others"
         needs.append(f"{_count(len(servers), 'cache server')} {format_bytes(server_bytes)} ({arenas})")
     both = f", together {format_bytes(engine_bytes + server_bytes)}" if len(needs) == 2 else ""
-    message = f"{' and '.join(needs)}{both}, but {format_bytes(facts.mem_available_bytes)} is free"
-    if not servers or engine_bytes > facts.mem_available_bytes:
-        fix = "lower it, run fewer replicas, or free memory"
+    message = f"{' and '.join(needs)}{both}, but {format_bytes(limit.num_bytes)} {limit.words}"
+    if not servers or engine_bytes > limit.num_bytes:
+        fix = f"lower it, run fewer replicas{limit.remedy}" if limit.remedy else "lower it, or run fewer replicas"
         yield Problem("engine.kv_memory_bytes", message, fix)
         return
-    left = (facts.mem_available_bytes - engine_bytes - CACHE_SERVER_BYTES * len(servers)) // len(servers)
+    left = (limit.num_bytes - engine_bytes - own_bytes) // len(servers)
     share = "" if compiled.spec.cache.shared or len(servers) < 2 else "write cache.shared: true, "
     most = f"write at most {format_bytes(left)}, " if left >= SIZE_MIN_BYTES else ""
-    yield Problem("cache.l1_size_bytes", message, f"{most}{share}lower engine.kv_memory_bytes, or free memory")
+    lower = "lower engine.kv_memory_bytes" if limit.remedy else "or lower engine.kv_memory_bytes"
+    yield Problem("cache.l1_size_bytes", message, f"{most}{share}{lower}{limit.remedy}")
 
 
 def _count(number: int, what: str) -> str:

@@ -7,6 +7,7 @@ what it cannot express; whether it will work on this host is asked in ``checks.p
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from antiphon.config.resolve import Engine, Machine, default_notices, place_engi
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.config.spec import Pool, Spec
-from antiphon.config.transfer import Transfer, handover_max_s, lease_s, transfer_of
+from antiphon.config.transfer import Transfer, cache_port, handover_max_s, lease_s, transfer_of
 from antiphon.config.vllm_args import engine_argv, engine_env, engine_unset_env
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
@@ -80,11 +81,23 @@ def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
         problems=tuple(dict.fromkeys(problem for transfer in found for problem in transfer.problems)),
         notices=(
             *default_notices(spec, engines),
-            *cache_notices(spec, servers),
+            *cache_notices(spec, engines, servers),
             *dict.fromkeys(notice for transfer in found for notice in transfer.notices),
+            *_unused_servers(servers, engines, own),
             *router_notices,
         ),
     )
+
+
+def _unused_servers(servers: list[CacheServer], engines: list[Engine], own: dict[str, Transfer]) -> Iterator[Notice]:
+    """The servers that no engine speaks to, because a ``kv_transfer_config`` names another port."""
+    if any(transfer.problems for transfer in own.values()):
+        return
+    used = {(engine.host, cache_port(own[engine.name].config)) for engine in engines}
+    unused = [server.name for server in servers if (server.host, server.port) not in used]
+    if unused:
+        text = f"no engine uses {' or '.join(unused)}: kv_transfer_config names other ports, and the memory lies idle"
+        yield Notice("cache.enabled", text)
 
 
 def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer) -> ProcessPlan:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from antiphon.config.problems import Problem
+from antiphon.config.units import format_bytes
 
 _BOUNDS = {
     "greater_than": ("gt", "above"),
@@ -82,17 +83,29 @@ def _problem(path: str, detail: ErrorDetails, model: type[BaseModel]) -> Problem
     if kind == "missing":
         return _missing(path)
     message, fix = _value_complaint(kind, ctx, value)
+    if kind in _BOUNDS:
+        message = _out_of_range(path, kind, ctx, value)
     if message is None:
         message = f"{value!r}: {detail['msg']}"
     hint = _hint(path, model)
     return Problem(path, message, fix if fix is not None else f"correct it ({hint})" if hint else "correct it")
 
 
+def _out_of_range(path: str, kind: str, ctx: dict[str, Any], value: object) -> str:
+    """A size has its limit as a size; any other whole number is written out."""
+    key, word = _BOUNDS[kind]
+    limit = ctx[key]
+    if not any(part.endswith("_bytes") for part in path.split(".")):
+        shown = str(limit) if isinstance(limit, int) else f"{limit:g}"
+    elif isinstance(value, int | float) and value < 0:
+        return f"{value!r} is out of range: it must be positive, {word} {format_bytes(limit)}"
+    else:
+        shown = format_bytes(limit)
+    return f"{value!r} is out of range: it must be {word} {shown}"
+
+
 def _value_complaint(kind: str, ctx: dict[str, Any], value: object) -> tuple[str | None, str | None]:
     """What is wrong with ``value``, and what to do; None where pydantic's own words, or the description, must do."""
-    if kind in _BOUNDS:
-        key, word = _BOUNDS[kind]
-        return f"{value!r} is out of range: it must be {word} {ctx[key]:g}", None
     if kind == "literal_error":
         choices = str(ctx["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         near = _OTHER_WORDS.get(str(value).lower()) or nearest(str(value), choices)
@@ -128,7 +141,7 @@ def _unknown(path: str, model: type[BaseModel]) -> Problem:
     places = sorted(_paths(model), key=lambda place: (place.count("."), place.startswith(("prefill.", "decode."))))
     leaves = {place: place.rpartition(".")[2] for place in reversed(places)}
     same = [place for place in places if leaves[place] == key]
-    if not same:
+    if not same and not parent:
         word = nearest(key, list(leaves.values()), cutoff=0.75)
         same = [place for place in places if leaves[place] == word]
     if same:

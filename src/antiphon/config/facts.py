@@ -18,9 +18,10 @@ from antiphon.config.cache_server_spec import default_runtime_dir
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
-from antiphon.config.memory import mem_available_bytes
+from antiphon.config.model_shape import kv_values_per_token, longest_request_tokens
 from antiphon.config.resolve import Engine
 from antiphon.config.vllm_args import looks_like_folder
+from antiphon.core.memory import available_memory_bytes
 
 PROBE_TIMEOUT_S = 20.0
 """An idle host answers in a tenth of a second; a swapping one may take this long."""
@@ -64,11 +65,29 @@ class ModelFacts:
     """Size of the weight files."""
     saved_dtype: str | None = None
     """The dtype in ``config.json``."""
+    kv_values_per_token: int | None = None
+    """Numbers that the KV of one token has in all layers; None: not known."""
+    longest_request_tokens: int | None = None
+    """Most tokens of prompt and output that the model itself takes; None: not known."""
 
     def weight_bytes(self, dtype: str) -> int:
         """Memory of the weights once they are loaded as ``dtype``."""
         saved, wanted = _DTYPE_BYTES.get(self.saved_dtype or ""), _DTYPE_BYTES.get(dtype)
         return self.num_bytes * wanted // saved if saved and wanted else self.num_bytes
+
+    def kv_token_bytes(self, dtype: str, kv_cache_dtype: str) -> int | None:
+        """Memory of the KV of one token, stored as ``kv_cache_dtype`` by a model loaded as ``dtype``; None: not known.
+
+        Where it depends on vLLM, it is the least: float32 that was saved is loaded as 16 bits unless it is asked for.
+        """
+        if self.kv_values_per_token is None:
+            return None
+        wanted = (dtype if dtype != "auto" else None) if kv_cache_dtype == "auto" else kv_cache_dtype
+        if wanted is None:
+            value_bytes = 2 if self.saved_dtype in _DTYPE_BYTES else None
+        else:
+            value_bytes = 1 if wanted.startswith(("fp8", "int8")) else _DTYPE_BYTES.get(wanted)
+        return self.kv_values_per_token * value_bytes if value_bytes is not None else None
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,8 @@ class HostFacts:
     model: ModelFacts = ModelFacts()
     admin_key_error: str | None = None
     """Why ``router.admin_key_file`` cannot be used."""
+    mem_total_bytes: int | None = None
+    """All the memory that processes of this host may have together; None: not known, and not checked."""
     runtime_dir: str = "/run/user/1000/antiphon"
     """Where a cache server puts its unix socket when it is not told."""
 
@@ -106,7 +127,7 @@ def gather_facts(compiled: Compiled) -> HostFacts:
     with ThreadPoolExecutor(max_workers=4) as pool:
         answers = pool.map(probe_interpreter, keys)
         return HostFacts(
-            mem_available_bytes=mem_available_bytes(),
+            mem_available_bytes=available_memory_bytes(),
             shm_free_bytes=_free_bytes("/dev/shm"),
             cores=len(os.sched_getaffinity(0)),
             num_cuda_devices=num_cuda_devices(),
@@ -115,6 +136,7 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             interpreters=dict(zip(keys, answers, strict=True)),
             model=_model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
             admin_key_error=_admin_key_error(compiled.spec.router.admin_key_file),
+            mem_total_bytes=_mem_total_bytes(),
             runtime_dir=default_runtime_dir(),
         )
 
@@ -159,6 +181,16 @@ def _free_bytes(path: str) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def _mem_total_bytes() -> int:
+    """The memory of this host, or what its control group may have of it."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
 def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[int]:
     bound = {(engine.bind, engine.port) for engine in compiled.engines if engine.host in local_hosts}
     bound |= {(engine.host, engine.side_channel_port) for engine in compiled.engines if engine.host in local_hosts}
@@ -185,7 +217,14 @@ def _model_facts(path: str) -> ModelFacts:
     except (OSError, ValueError):
         config = {}
     saved = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
-    return ModelFacts(is_folder=True, num_bytes=num_bytes, saved_dtype=saved if isinstance(saved, str) else None)
+    known = config if isinstance(config, dict) else {}
+    return ModelFacts(
+        is_folder=True,
+        num_bytes=num_bytes,
+        saved_dtype=saved if isinstance(saved, str) else None,
+        kv_values_per_token=kv_values_per_token(known),
+        longest_request_tokens=longest_request_tokens(known),
+    )
 
 
 def _admin_key_error(path: str | None) -> str | None:

@@ -12,10 +12,10 @@ from typing import Literal
 
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_loopback
-from antiphon.config.memory import mem_available_bytes
 from antiphon.config.problems import Notice
 from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
 from antiphon.config.units import format_bytes
+from antiphon.core.memory import available_memory_bytes
 
 CPU_KV_MEMORY_BYTES = 400_000_000
 """Enough for 4096 tokens of a small model in float32 several times over; registering 1 GB with NIXL takes seconds."""
@@ -79,7 +79,7 @@ def this_machine() -> Machine:
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         has_cuda=num_cuda_devices() > 0,
-        mem_available_bytes=mem_available_bytes(),
+        mem_available_bytes=available_memory_bytes(),
     )
 
 

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from antiphon.config.cache_servers import CACHE_CONNECTOR, CACHE_CONNECTORS, CacheServer, server_of
+from antiphon.config.explain import nearest
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import HandoffSpec
-from antiphon.config.transfer_cache import cache_connector, own_connectors
+from antiphon.config.transfer_cache import PORT, cache_connector, own_connectors
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 LEASE_MARGIN_S = 5
 POLICIES = ("fail", "recompute")
+NEAR_NAME = 0.8
+"""How near (0 to 1) a name is to the one that it misspells: all end in Connector, so that any two are rather near."""
 NIXL, MULTI = "NixlConnector", "MultiConnector"
 MOONCAKE_STORE = "MooncakeStoreConnector"
 IGNORED = frozenset({"kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "engine_id"})
@@ -76,6 +79,16 @@ def lease_s(config: dict[str, Any]) -> int:
             lease = part.get("kv_connector_extra_config", {}).get("kv_lease_duration", 30)
             return lease if isinstance(lease, int) else 30
     return 30
+
+
+def cache_port(config: dict[str, Any]) -> int | None:
+    """The port of the cache server that the cache connector of ``config`` speaks to; None without such a connector."""
+    for part in _parts(config):
+        if part.get("kv_connector") == CACHE_CONNECTOR:
+            port = part["kv_connector_extra_config"][PORT]
+            assert isinstance(port, int), port
+            return port
+    return None
 
 
 def handover_max_s(lease: int) -> float:
@@ -135,6 +148,10 @@ def _connector(raw: dict[str, Any], where: str, around: _Around) -> dict[str, An
     if name != NIXL:
         transfer.problems.append(_refused(name, where))
         return config
+    if "connectors" in extra:
+        path = f"{where}.kv_connector_extra_config.connectors"
+        fix = f"write kv_connector: {MULTI} to run several, or remove it"
+        transfer.problems.append(Problem(path, f"{NIXL} has no connectors of its own", fix))
     buffer = engine.device if handoff.kv_buffer_device == "auto" else handoff.kv_buffer_device
     config.setdefault("kv_buffer_device", buffer)
     if config["kv_buffer_device"] not in ("cpu", engine.device):
@@ -228,7 +245,9 @@ def _refused(name: object, where: str) -> Problem:
     elif not isinstance(name, str):
         message, fix = "names no connector", f"write {NIXL}, or leave kv_transfer_config out"
     else:
-        message, fix = f"{name!r} is not a connector of this version", f"write {NIXL}, or leave kv_transfer_config out"
+        near = nearest(name, (NIXL, MULTI, CACHE_CONNECTOR), cutoff=NEAR_NAME)
+        message = f"{name!r} is not a connector of this version"
+        fix = f"did you mean {near}?" if near else f"leave it out; there are {NIXL}, {MULTI} and {CACHE_CONNECTOR}"
     return Problem(f"{where}.kv_connector", message, fix)
 
 

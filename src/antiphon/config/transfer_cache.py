@@ -188,4 +188,10 @@ def _check_server(port: int, path: str, engine: Engine, servers: list[CacheServe
         yield Notice(f"{path}.{PORT}", f"warning: {text}")
     else:
         text = f"{port} is no cache server of this deployment: what listens there on {engine.host} is used"
+        if own is not None:
+            # The servers of a host count up, so that the port of the first decides that of the engine's own.
+            first = min(server.port for server in servers if server.host == engine.host)
+            moved = port - (own.port - first)
+            set_it = f"set cache.port: {moved}, or " if moved >= 1 else ""
+            text += f"; to use {own.name}, {set_it}leave {PORT} out"
         yield Notice(f"{path}.{PORT}", text)

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)(?:bytes|b)?\s*", re.IGNORECASE)
+_BYTES = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([kmgt]?i?)(?:bytes|b)?\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: object) -> object:
@@ -18,7 +18,9 @@ def parse_bytes(value: object) -> object:
     match = _BYTES.fullmatch(value)
     unit = match.group(2).lower() if match else ""
     if match is None or unit not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: write bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+        raise ValueError(f"{value!r} is not a size: write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    if match.group(1).startswith("-"):
+        raise ValueError(f"{value!r} is not a size, it must be positive: write bytes, or a number with MB or GB")
     return int(float(match.group(1)) * _UNITS[unit])
 
 

@@ -4,7 +4,8 @@ It runs once, when the KV blocks exist and nothing uses them. It goes the way th
 copy, commit, lookup, copy, release. Without a server, and where one fails on the way, it runs on memory of its own,
 which proves the copies; what a server adds is proven by the server's own probe. The blocks get their former bytes back.
 
-A region is read only while it is reserved or leased: at any other time another engine may be given it.
+A region is read only while it is reserved or leased: at any other time another engine may be given it. Whatever happens
+on the way, the reservation is given back where it was not committed, and the lease is released.
 
 Here bytes are opaque, so the pattern is random; it cannot tell one token or head from another, and does not need to.
 """
@@ -24,7 +25,7 @@ from antiphon.storage.arena import ArenaOwner
 
 log = logging.getLogger("antiphon.connector")
 
-TENANT = "antiphon.gate"
+TENANT = calls.GATE_TENANT
 
 NULL_BLOCK = 0
 """vLLM keeps this block for padding; it is left alone."""
@@ -89,8 +90,14 @@ def _through_server(
             log.info("the gate runs without the cache server, which has no room: %s", reserved.refusal)
             return None
         region = reserved.grants[0].region
-        _through_reservation(copier, session, slab, region, source, target)
-        committed = session.call(calls.Commit((region,)))
+        is_committed = False
+        try:
+            _through_reservation(copier, session, slab, region, source, target)
+            committed = session.call(calls.Commit((region,)))
+            is_committed = True
+        finally:
+            if not is_committed:  # a commit that was done and not answered makes this one fail, and nobody waits for it
+                session.give_back(calls.Abort((region,)))
         assert isinstance(committed, calls.Committed)
         if committed.outcomes[0] == "readable":  # not with several ranks: each stores a slab of a chunk of its own
             _through_lease(copier, session, slab, calls.Lookup(TENANT, namespace, TENANT, key), target)

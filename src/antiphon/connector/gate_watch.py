@@ -1,4 +1,8 @@
-"""Whether the workers of this engine have passed their gates: asked of the cache server, never waited for."""
+"""Whether the workers of this engine have passed their gates: asked of the cache server, never waited for.
+
+An answer holds for as long as its session, unless there is a reason to doubt it: a load that failed. A worker may have
+lost its connection, or its gate may have turned.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,17 @@ class GateWatch:
         self._passed: Session | None = None
         self._asked: LookupCall | None = None
         self._closed: tuple[Session, float] | None = None  # the last answer was no, and when
+        self._is_doubted = False
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether a load has failed and the workers have not been found well since: nothing is promised meanwhile."""
+        return self._is_doubted
+
+    def doubt(self) -> None:
+        """What is known of the workers may have changed: they are asked again."""
+        self._passed = self._asked = self._closed = None  # an answer on its way may be older than the change
+        self._is_doubted = True
 
     def state(self, session: Session) -> Literal["passed", "asked", "closed"]:
         """``passed``: lookups make sense. ``asked``: the answer is on its way. Never waits."""
@@ -56,5 +71,5 @@ class GateWatch:
         gates = [gate for role, gate in answer.processes if role.startswith("worker")]
         if len(gates) < self._num_ranks or any(gate != "passed" for gate in gates):
             return "closed"
-        self._passed, self._closed = session, None
+        self._passed, self._closed, self._is_doubted = session, None, False
         return "passed"

@@ -349,7 +349,7 @@ def _check_kv_caches(kv: EngineKv, config: VllmConfig, kv_caches: Mapping[str, A
 
 
 def _with_weights(config: VllmConfig, model: ModelIdentity, settings: ConnectorSettings) -> ModelIdentity:
-    """The whole identity. Reads the weight files, a fraction of a second."""
+    """The whole identity. Reads the weight files, seconds the first time, then milliseconds (``weights_digests``)."""
     source = _source_of(config.model_config, config.load_config)
     revision = settings.weights_revision or weights_revision(source)
     scales = kv_scales(source) if model.kv_dtype.startswith("fp8") else ""

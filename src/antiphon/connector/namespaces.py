@@ -7,8 +7,6 @@ in vLLM's own cache.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import OrderedDict
 
 from antiphon.connector import compat
@@ -18,13 +16,11 @@ from antiphon.core.chunks import MultimodalItem
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import ConfigError
 from antiphon.core.namespace import LoraIdentity, ModelIdentity, Namespace, NamespaceDigest
+from antiphon.core.tenants import tenant_of
 
-TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-NO_TENANT = "default"
 NAMESPACES_MAX = 4096
 """Namespaces kept: one for each adapter and salt in use; past it the one used longest ago is made again."""
 ADAPTERS_MAX = 4096
-TENANT_DIGEST_LETTERS = 16
 
 
 class Identifier:
@@ -90,15 +86,6 @@ class Identifier:
             if len(self._adapters) > ADAPTERS_MAX:
                 self._adapters.popitem(last=False)
         return known
-
-
-def tenant_of(cache_salt: str | None) -> str:
-    """Whose quota a request counts against: its salt where that can be a name, else a digest of it."""
-    if not cache_salt:
-        return NO_TENANT
-    if TENANT_NAME.fullmatch(cache_salt):
-        return cache_salt
-    return f"salt-{hashlib.sha256(cache_salt.encode()).hexdigest()[:TENANT_DIGEST_LETTERS]}"
 
 
 def multimodal_items(request: compat.RequestFields) -> tuple[MultimodalItem, ...]:

@@ -86,11 +86,14 @@ class WorkerNews:
 
     Args:
         stored: for each job, how many ranks have ended it.
+        out_of_service: why a worker loads and stores nothing more; None where all do. Said in all later news too.
     """
 
     stored: dict[int, int] = field(default_factory=dict)
+    out_of_service: str | None = None
 
     def merge(self, other: WorkerNews) -> None:
         """Adds the news of another rank."""
         for job, num_ranks in other.stored.items():
             self.stored[job] = self.stored.get(job, 0) + num_ranks
+        self.out_of_service = self.out_of_service or other.out_of_service

@@ -13,7 +13,9 @@ Always true:
 - Blocks of a finished request are held back while a store of it runs; a preempted request is named to the workers
   before its blocks are used again, and its stores are waited for no more. A request that is being loaded is held back
   by vLLM until the load is reported, and by nothing else: vLLM frees it at the first report.
-- A request whose load has failed is not promised anything again.
+- A request whose load has failed is not promised anything again, and nothing is promised to others until the workers
+  have been found well: they are asked again.
+- Once a worker is out of service nothing more is promised or offered. Its loads that were promised before are done.
 """
 
 from __future__ import annotations
@@ -22,62 +24,23 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal
 
-from antiphon.client.session import Session
 from antiphon.connector.compat import RequestFields, is_remote_prefill
 from antiphon.connector.gate_watch import GateWatch
+from antiphon.connector.options import SchedulerOptions, SessionSource
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.requests import LookupCall, Pins, Promise, RequestIdentity, TrackedRequest
 from antiphon.core.chunks import ChunkChain
 from antiphon.core.errors import AntiphonError
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as calls
 
 log = logging.getLogger("antiphon.connector")
 
 LOOKUP_FRESH_S = 1.0
 """A miss or a capped answer older than this when the scheduler asks is looked up once more: the request has queued."""
-
-
-class SessionSource(Protocol):
-    """Where the current session comes from, and where leases go (``client.CacheClient``)."""
-
-    @property
-    def session(self) -> Session | None:
-        """The attached connection, or None."""
-
-    def release(self, incarnation: str, request: str, lease: int) -> None:
-        """Gives a lease of that life of the server back, now or later. Never waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """What the scheduler side is told of the engine and of the connector's settings.
-
-    Args:
-        engine: name of the engine.
-        incarnation: of this start of it.
-        model: served model name.
-        block_size_tokens: tokens of a KV block.
-        chunk_size_tokens: tokens of a chunk, whole blocks.
-        num_ranks: workers of the engine, each of which ends every store.
-        lookup_timeout_s: without an answer for so long a lookup is a miss.
-        can_store: whether chunks are offered to the server.
-        can_load: whether they are asked for.
-        store_jobs_max: stores that may run; further chunks are offered in later steps.
-    """
-
-    engine: str
-    incarnation: str
-    model: str
-    block_size_tokens: int
-    chunk_size_tokens: int
-    num_ranks: int
-    lookup_timeout_s: float
-    can_store: bool
-    can_load: bool
-    store_jobs_max: int
 
 
 class SchedulerSide:
@@ -107,6 +70,8 @@ class SchedulerSide:
         self._plan = StepPlan()
         self._gate = GateWatch(options.num_ranks, options.lookup_timeout_s, now_s)
         self._pins = Pins()
+        self._quiet = QuietLog(log, now_s)
+        self._sick: str | None = None  # why a worker is out of service
 
     # ---- questions of the scheduler --------------------------------------------------------------------------------
 
@@ -139,8 +104,12 @@ class SchedulerSide:
         num_tokens = min(promise.num_tokens, request.num_tokens) - num_computed_tokens
         return (num_tokens, True) if num_tokens > 0 else (0, False)
 
-    def allocated(self, request: RequestFields, block_ids: list[int], num_external_tokens: int) -> None:
-        """The request has its blocks; ``num_external_tokens`` of them are to be loaded from here."""
+    def allocated(self, request: RequestFields, block_ids: list[int], num_external_tokens: int) -> LoadPlan | None:
+        """The request has its blocks; ``num_external_tokens`` of them are to be loaded from here.
+
+        Returns:
+            The load, which the plan of this step has too; None where nothing is loaded.
+        """
         tracked = self._track(request)
         tracked.block_ids = list(block_ids)
         promise, tracked.promise = tracked.promise, None
@@ -152,28 +121,28 @@ class SchedulerSide:
             elif promise is not None:
                 tracked.promise = promise  # the second call after a load: it ends with the load
             self._pins.note(tracked)
-            return
+            return None
         assert promise is not None and promise.lease is not None, "the scheduler loads what was not promised"
         assert promise.session is not None
         size, block_size = self._options.chunk_size_tokens, self._options.block_size_tokens
         start, end = tracked.local_tokens, tracked.local_tokens + num_external_tokens
         first, last = start // size, -(-end // size)
         to_fill = tuple(block_ids[start // block_size : -(-end // block_size)])
-        self._plan.loads.append(
-            LoadPlan(
-                request=request.request_id,
-                incarnation=promise.session.incarnation,
-                regions=promise.regions[first:last],
-                skip_blocks=(start - first * size) // block_size,
-                block_ids=to_fill,
-                promised_at_s=promise.held_at_s,
-            )
+        load = LoadPlan(
+            request=request.request_id,
+            incarnation=promise.session.incarnation,
+            regions=promise.regions[first:last],
+            skip_blocks=(start - first * size) // block_size,
+            block_ids=to_fill,
+            promised_at_s=promise.held_at_s,
         )
+        self._plan.loads.append(load)
         tracked.promise = promise
         tracked.loading = frozenset(to_fill)
         self._pins.note(tracked)
         tracked.is_from_l1 = True
         tracked.num_stored_chunks = max(tracked.num_stored_chunks, last)
+        return load
 
     # ---- the steps -------------------------------------------------------------------------------------------------
 
@@ -250,6 +219,7 @@ class SchedulerSide:
         if invalid:
             for tracked in self._requests.values():
                 if tracked.loading & invalid:
+                    self._gate.doubt()
                     tracked.no_load = True
                     tracked.num_stored_chunks = 0  # what is computed instead is offered
         for request_id in received:
@@ -261,8 +231,13 @@ class SchedulerSide:
                 self._release(loaded.promise, request_id)
                 loaded.promise = None
             self._forget_if_done(loaded)
-        for job, num_ranks in (news.stored if news is not None else {}).items():
+        if news is None:
+            return
+        for job, num_ranks in news.stored.items():
             self._job_ended(job, num_ranks)
+        if news.out_of_service is not None and self._sick is None:
+            self._sick = news.out_of_service
+            log.error("reuse is off until this engine is restarted, a worker is out of service: %s", self._sick)
 
     def clear(self) -> bool:
         """Forget this model's chunks on the server. Returns whether that was done, or there is no server."""
@@ -300,13 +275,15 @@ class SchedulerSide:
         try:
             return self._identify(request)
         except Exception as error:  # supervised: one odd request goes without reuse, the others keep it
-            log.exception("what the KV of request %s means cannot be told", request.request_id)
+            message = f"what the KV of request {request.request_id} means cannot be told"
+            self._quiet.error(f"identity: {type(error).__name__}", message, error)
             return f"what its KV means cannot be told: {error!r}"
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
         """Whether a lookup makes sense: not where another connector will load, or a load has failed before."""
         return (
             self._options.can_load
+            and self._sick is None
             and tracked.chain is not None
             and not tracked.no_load
             and not tracked.loading
@@ -316,7 +293,7 @@ class SchedulerSide:
 
     def _send_lookup(self, tracked: TrackedRequest) -> None:
         session = self._client.session
-        if session is None or not session.is_responsive or self._gate.state(session) != "passed":
+        if session is None or self._gate_state() != "passed":
             return
         num_keys = tracked.extend_chain(tracked.request.num_tokens)
         assert tracked.chain is not None and tracked.identity is not None
@@ -328,6 +305,8 @@ class SchedulerSide:
 
     def _promise_of(self, tracked: TrackedRequest) -> Promise | None:
         """What can be promised; None while the answer may still come. A miss is an empty promise."""
+        if self._gate.is_doubted and (state := self._gate_state()) != "passed":
+            return None if state == "asked" else self._miss()
         if tracked.promise is None and tracked.lookup is not None and not self._take_answer(tracked):
             return None
         promise = tracked.promise
@@ -342,9 +321,7 @@ class SchedulerSide:
         tracked.no_room_since_s = None
         self._send_lookup(tracked)
         if tracked.lookup is None:
-            session = self._client.session
-            is_early = session is not None and session.is_responsive and self._gate.state(session) == "asked"
-            return None if is_early else self._miss()
+            return None if self._gate_state() == "asked" else self._miss()
         if not self._take_answer(tracked):
             return None
         assert tracked.promise is not None
@@ -353,6 +330,10 @@ class SchedulerSide:
             self._release(tracked.promise, tracked.request.request_id)
         tracked.promise = good or self._miss()
         return tracked.promise
+
+    def _gate_state(self) -> Literal["passed", "asked", "closed"]:
+        session = self._client.session
+        return self._gate.state(session) if session is not None and session.is_responsive else "closed"
 
     def _good(self, promise: Promise) -> Promise | None:
         """The promise, if it can be used when the scheduler asks: its connection is there, a poor answer is not old.
@@ -422,16 +403,17 @@ class SchedulerSide:
 
     def _plan_stores(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Plans to offer the chunks that this step completes; tokens that may yet be rejected are not stored."""
-        session = self._client.session
-        if tracked.chain is None or not self._options.can_store or session is None or not session.is_responsive:
+        if tracked.chain is None or not self._options.can_store or self._sick is not None:
             return
+        if self._gate_state() != "passed":
+            return  # before anything is hashed
         if len(self._jobs) >= self._options.store_jobs_max:
             return  # the next step offers them
         num_chunks = tracked.extend_chain(min(num_tokens, tracked.request.num_tokens))
         first = tracked.num_stored_chunks
         blocks_per_chunk = self._options.chunk_size_tokens // self._options.block_size_tokens
         num_chunks = min(num_chunks, len(tracked.block_ids) // blocks_per_chunk)
-        if num_chunks <= first or self._gate.state(session) != "passed":
+        if num_chunks <= first:
             return
         assert tracked.identity is not None
         job = next(self._job_numbers)

@@ -6,6 +6,13 @@ of the workers.
 
 Reuse that cannot work (another layout, no server, a gate that fails) is off, loudly, and never keeps the engine from
 serving. A setting that is wrong is refused when the engine starts.
+
+A hook that fails ends reuse in both processes: a worker says so in its news and to the server, and nothing more is
+promised. Loads promised before are still done. With ``kv_load_failure_policy=fail`` vLLM ends a request whose load
+fails; these are left:
+
+- the request for which ``update_state_after_alloc`` itself failed: it was promised a load that nobody has planned;
+- loads that a worker had been given when its load thread met a bug, or lost the connections that cover them.
 """
 
 from __future__ import annotations
@@ -30,8 +37,9 @@ from antiphon.connector.copy import BlockCopier, layer_blocks
 from antiphon.connector.gate import GateResult, run_gate
 from antiphon.connector.guarding import guarded
 from antiphon.connector.identity import EngineFacts, engine_facts
+from antiphon.connector.options import SchedulerOptions
 from antiphon.connector.plan import LoadPlan, StepPlan, WorkerNews
-from antiphon.connector.scheduler import SchedulerOptions, SchedulerSide
+from antiphon.connector.scheduler import SchedulerSide
 from antiphon.connector.settings import ConnectorSettings, read_settings
 from antiphon.connector.worker import NoReuse, WorkerSide
 from antiphon.core.errors import AntiphonError
@@ -66,6 +74,10 @@ def _nothing() -> None:
     return None
 
 
+def _no_load() -> LoadPlan | None:
+    return None
+
+
 def _miss() -> tuple[int | None, bool]:
     return 0, False
 
@@ -89,8 +101,9 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._held_back: list[str] = []  # not part of a plan that can fail: each must reach the workers
         self._local_tokens: dict[str, int] = {}  # of the requests asked for since the last plan
-        self._waiting: dict[str, LoadPlan] = {}  # what vLLM waits for since the last plan, as loads that fail
+        self._waiting: dict[str, LoadPlan] = {}  # what vLLM waits for since the last plan
         self._no_reuse = NoReuse()
+        self._has_passed = False  # the gate of this worker
         settings, notices = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         for notice in notices:
             log.warning("%s", notice)
@@ -181,18 +194,22 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
             size = self._facts.block_size_tokens
             start = self._local_tokens[request.request_id]
             to_fill = tuple(block_ids[start // size : -(-(start + num_external_tokens) // size)])
+            # A load that fails, unless the scheduler side makes a better one.
             self._waiting[request.request_id] = LoadPlan(request.request_id, "", (), 0, to_fill, 0.0)
-        self._allocated(request, block_ids, num_external_tokens)
+        load = self._allocated(request, block_ids, num_external_tokens)
+        if load is not None:
+            self._waiting[request.request_id] = load
 
-    @guarded(_nothing)
-    def _allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+    @guarded(_no_load)
+    def _allocated(self, request: Any, block_ids: list[int], num_external_tokens: int) -> LoadPlan | None:
+        if self._scheduler is None:
+            return None
+        return self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The plan of this step."""
         plan = self._plan_step(scheduler_output)
-        if self.out_of_service is not None:  # what it promised in this step is reported as failed
+        if self.out_of_service is not None:  # what was promised in this step is loaded all the same: its lease stands
             plan = StepPlan(cancel_stores=True, loads=list(self._waiting.values()))
         self._local_tokens.clear()
         self._waiting.clear()
@@ -285,6 +302,7 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         self._announce(result, client)
 
     def _announce(self, result: GateResult, client: CacheClient) -> None:
+        self._has_passed = result.has_passed
         if result.has_passed:
             log.info("KV reuse is on, gate passed %s (cache server: %s)", result.detail, client.state)
         else:
@@ -294,6 +312,8 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         """Before any block is overwritten in this step."""
         assert isinstance(kv_connector_metadata, StepMetadata)
         self._begin(kv_connector_metadata.plan)
+        if self.out_of_service is not None:
+            self._tell_failure(self.out_of_service)
 
     @guarded(_nothing, is_always_run=True)
     def _begin(self, plan: StepPlan) -> None:
@@ -304,9 +324,17 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
                 plan.cancel_stores = True
             self._worker.begin_step(plan)
 
+    @guarded(_nothing, is_always_run=True)
+    def _tell_failure(self, reason: str) -> None:
+        """Before the step: what stores have read of blocks that it overwrites is not committed."""
+        if self._worker is not None and self._has_passed:
+            self._worker.fail(reason)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begins the loads of this step."""
-        self._copies().start_loads(self._step_plan())
+        # Out of service too, once the gate has passed: vLLM may end a request whose load fails.
+        copies = self._worker if self._worker is not None and self._has_passed else self._no_reuse
+        copies.start_loads(self._step_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are whole chunks and asynchronous: no layer is waited for."""
@@ -316,12 +344,10 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Begins the stores of this step; they are not waited for."""
-        self._copies().start_stores(self._step_plan())
-
-    def _copies(self) -> WorkerSide | NoReuse:
         # What takes plans and gives reports is not guarded: each plan is answered, out of service or not, or requests
         # would wait and blocks be kept for ever. These parts only pass sets and queues on.
-        return self._worker if self._worker is not None and self.out_of_service is None else self._no_reuse
+        copies = self._worker if self._worker is not None and self.out_of_service is None else self._no_reuse
+        copies.start_stores(self._step_plan())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose stores ended, of those held back; and requests whose loads ended."""
@@ -341,7 +367,8 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         news = self._no_reuse.take_news()
         if self._worker is not None:
             news.merge(self._worker.take_news())
-        return WorkerMetadata(news) if news.stored else None
+        news.out_of_service = self.out_of_service or news.out_of_service
+        return WorkerMetadata(news) if news.stored or news.out_of_service else None
 
     def _step_plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()

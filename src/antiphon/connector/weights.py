@@ -1,12 +1,10 @@
-"""What stands for a model's weights in the identity of its KV: a digest of the files, sampled.
+"""What stands for a model's weights in the identity of its KV: a digest of the files.
 
 Always true:
 
 - Equal files give equal digests, wherever they lie: a local folder, a snapshot in the Hugging Face cache, a copy of
   either. No path, owner or time enters.
-- Fine-tunes of one model differ: places in every tensor are read, not only in every file, so that a change of a single
-  layer shows.
-- The time depends on the number of tensors, not on their size: hundreds of GB take about as long as one.
+- Weights that differ in one byte have another digest. Every byte is read, once; ``weights_digests`` keeps that.
 
 It uses no network, and does not know which model vLLM has loaded: weights that are replaced inside a running engine
 (reinforcement learning) are not seen.
@@ -22,14 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.connector.weights_digests import file_digests
 from antiphon.core.errors import ConfigError
 from antiphon.core.namespace import encode_value
 
-SAMPLE_BYTES = 64 << 10
-SAMPLES_PER_FILE = 16
-TENSOR_SAMPLE_BYTES = 4 << 10
-TENSORS_MAX = 4096
-"""Tensors that are sampled, evenly spaced, over all files: a model of experts has ten thousands."""
 HEADER_BYTES_MAX = 100_000_000
 """The limit of the safetensors format."""
 CONFIG_BYTES_MAX = 16 << 20
@@ -166,34 +160,26 @@ def _digest_of(place: Path, load_format: str) -> str:
     files = _weight_files(place, load_format)
     if not files:
         raise ValueError(f"there are no weight files in {place}")
-    sha = hashlib.sha256(b"antiphon.weights.1")
+    sha = hashlib.sha256(b"antiphon.weights.2")
     if place.is_dir():
         for name in CONFIG_FILES:
             path = place / name
             if path.is_file():
                 sha.update(encode_value((name, _canonical_config(path))))
-    tensors = {path: _tensors(path) for path in files if path.suffix == ".safetensors"}
-    step = -(-sum(map(len, tensors.values())) // TENSORS_MAX) or 1
-    position = 0
     for path in files:
-        size = path.stat().st_size
+        if path.suffix == ".safetensors":
+            _check_complete(path)
+    for path, digest in zip(files, file_digests(files), strict=True):
         # A single file is named by whoever saved it; in a folder the names are part of the format.
-        sha.update(encode_value(("" if place.is_file() else path.name, size)))
-        with path.open("rb") as file:
-            for start in _places(size):
-                sha.update(_read(file.fileno(), start, min(SAMPLE_BYTES, size - start)))
-            for tensor in tensors.get(path, ()):
-                if position % step == 0:
-                    sha.update(encode_value((tensor.name, tensor.sample(file.fileno()))))
-                position += 1
+        sha.update(encode_value(("" if place.is_file() else path.name, digest)))
     return f"sha256:{sha.hexdigest()[:DIGEST_LETTERS]}"
 
 
-def _places(size: int) -> list[int]:
-    """Where the samples of a file begin: evenly spaced, the first at its beginning and the last at its end."""
-    if size <= SAMPLE_BYTES * SAMPLES_PER_FILE:
-        return list(range(0, size, SAMPLE_BYTES))
-    return [(size - SAMPLE_BYTES) * index // (SAMPLES_PER_FILE - 1) for index in range(SAMPLES_PER_FILE)]
+def _check_complete(path: Path) -> None:
+    """A download that was broken off is no model, whatever its digest."""
+    end = max((tensor.start + tensor.num_bytes for tensor in _tensors(path)), default=0)
+    if path.stat().st_size < end:
+        raise ValueError(f"{path.name} is cut off: its tensors end at byte {end}")
 
 
 def _read(descriptor: int, start: int, num_bytes: int) -> bytes:
@@ -210,11 +196,6 @@ class _Tensor:
     name: str
     start: int
     num_bytes: int
-
-    def sample(self, descriptor: int) -> bytes:
-        """The bytes in its middle."""
-        length = min(TENSOR_SAMPLE_BYTES, self.num_bytes)
-        return _read(descriptor, self.start + (self.num_bytes - length) // 2, length)
 
 
 def _tensors(path: Path) -> list[_Tensor]:

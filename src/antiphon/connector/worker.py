@@ -14,6 +14,8 @@ Always true:
 - A load goes through a session that was there when its lease was known to be held, and has not been closed since: the
   engine was never without a connection, so that the lease has not ended. Where there is none, the load fails.
 - A session that ended is kept for that, with its arena, while a load that needs it may still come.
+- Once it has failed (``fail``) nothing is committed, as blocks may have been used again under a copy. Loads go on:
+  their blocks are safe, and vLLM may end a request whose load fails.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from antiphon.connector.copy import BlockCopier
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.sessions import Sessions
 from antiphon.core.errors import AntiphonError
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as calls
 
 log = logging.getLogger("antiphon.connector")
@@ -39,6 +42,9 @@ HOUSEKEEPING_S = 0.5
 """How often an idle load thread looks whether an old arena can go."""
 
 STOP_TIMEOUT_S = 5.0
+
+NOTE_MAX = 500
+"""Characters of what the server is told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +112,9 @@ class WorkerSide:
         self._copier = copier
         self._slab_offset = slab * copier.slab_bytes
         self._sessions = Sessions(now_s)
+        self._quiet = QuietLog(log, now_s)
         self._note: calls.EngineNote | None = None
+        self._failure: str | None = None
         self._lock = threading.Lock()
         self._loads: queue.SimpleQueue[LoadPlan | None] = queue.SimpleQueue()
         self._loading: list[LoadPlan] = []
@@ -141,6 +149,19 @@ class WorkerSide:
             return
         self._sessions.seen(session)
         if self._note is not None:
+            session.submit(self._note)
+
+    def fail(self, reason: str) -> None:
+        """A bug was met: nothing is stored any more, and server and scheduler side are told. The first reason counts.
+
+        What a store has copied when this returns, and not yet sent to be committed, is given back.
+        """
+        if self._failure is not None:
+            return
+        self._failure = reason
+        self._note = calls.EngineNote("failed", reason[:NOTE_MAX])
+        session = self._client.session
+        if session is not None:
             session.submit(self._note)
 
     def close(self) -> None:
@@ -204,9 +225,10 @@ class WorkerSide:
         return failed
 
     def take_news(self) -> WorkerNews:
-        """Stores that ended since the last call."""
+        """Stores that ended since the last call, and whether this side has failed."""
         with self._lock:
             news, self._news = self._news, WorkerNews()
+        news.out_of_service = self._failure
         return news
 
     # ---- loads -----------------------------------------------------------------------------------------------------
@@ -228,9 +250,11 @@ class WorkerSide:
         try:
             is_loaded = self._load(load)
         except AntiphonError as error:
-            log.warning("chunks of a request were not loaded, and are computed: %s", error)
-        except Exception:  # supervised: a load is reported whatever happens, or its request would wait for ever
-            log.exception("a load failed")
+            message = f"chunks of a request were not loaded, and are computed: {error}"
+            self._quiet.warning(f"load: {type(error).__name__}", message)
+        except Exception as error:  # supervised: a load is reported whatever happens, or its request waits for ever
+            self._quiet.error("load", "a load failed", error)
+            self.fail(f"a load failed: {error!r}")
         with self._lock:
             self._loading.remove(load)
             if not is_loaded:
@@ -247,10 +271,8 @@ class WorkerSide:
     def _load(self, load: LoadPlan) -> bool:
         session = self._sessions.borrow(load.incarnation, load.promised_at_s)
         if session is None:
-            log.warning(
-                "no connection to cache server life %s lasts since chunks on it were promised: they are computed",
-                load.incarnation,
-            )
+            message = f"no connection to cache server life {load.incarnation} lasts since chunks on it were promised"
+            self._quiet.warning("no session", f"{message}: they are computed")
             return False
         try:
             self._load_from(session, load)
@@ -277,9 +299,9 @@ class WorkerSide:
         try:
             self._store(job)
         except AntiphonError as error:
-            log.info("chunks of a request were not stored: %s", error)
-        except Exception:  # supervised: a job ends whatever happens, or its request's blocks are never freed
-            log.exception("a store failed")
+            self._quiet.info(f"store: {type(error).__name__}", f"chunks of a request were not stored: {error}")
+        except Exception as error:  # supervised: a job ends whatever happens, or its request's blocks are never freed
+            self._quiet.error("store", "a store failed", error)
         request = job.plan.request
         with self._lock:
             jobs = self._jobs[request]
@@ -290,6 +312,8 @@ class WorkerSide:
 
     def _store(self, job: StoreJob) -> None:
         session = self._client.session
+        if self._failure is not None:
+            return
         # A server that does not answer now is not waited for: blocks are held back meanwhile.
         if session is None or job.is_cancelled or not session.is_responsive or not session.hold():
             return
@@ -314,6 +338,8 @@ class WorkerSide:
                     self._copier.store(session.address_of(grant.region) + self._slab_offset, blocks)
                 num_written += 1
         finally:
+            if self._failure is not None:
+                num_written = 0
             # Given back also where a copy failed, with what was written before it committed all the same.
             if num_written < len(granted):
                 session.submit(calls.Abort(tuple(granted[num_written:])))

@@ -31,7 +31,7 @@ LENGTH_BYTES: Final = 4
 KEY_BYTES: Final = 32
 
 GATE_TENANT: Final = "antiphon.gate"
-"""Tenant of the pattern that an engine stores and loads to prove its copies: no user's, and left out of what is shown."""
+"""Tenant of the pattern by which an engine proves its copies: no user's, and left out of what is shown."""
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):

@@ -27,9 +27,8 @@ from typing import Final
 
 from antiphon.core.errors import CacheError, CapacityExceeded, StaleHandle
 from antiphon.core.units import align_up
-from antiphon.storage.memory import available_memory_bytes
 
-__all__ = ["HEADER_BYTES", "ArenaMapping", "ArenaOwner", "available_memory_bytes", "copy_bytes"]
+__all__ = ["HEADER_BYTES", "ArenaMapping", "ArenaOwner", "copy_bytes"]
 
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = PAGE_BYTES

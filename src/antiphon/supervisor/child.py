@@ -49,6 +49,13 @@ CACHE_STOP_GRACE_S = 5.0
 PORT_FREE_TIMEOUT_S = 5.0
 """How long a restart waits for the ports of the life before; a first start does not wait."""
 
+OUTSIDE_SIGNALS = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+"""Signals that somebody else sends: the log of the process cannot say why, unlike that of one that crashed."""
+LOG_SAYS = ". Its log says:"
+LAST_LINES = ". Its last log lines:"
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -115,7 +122,7 @@ class Child:
             await self._wait_ready()
             await self._note_segments()
         except StartError as error:
-            self.record.last_exit = error.message.splitlines()[0]
+            self.record.last_exit = headline(error.message)
             await self._clear(TERM_GRACE_S)
             raise
         self.record.ready_at = time.time()
@@ -127,7 +134,7 @@ class Child:
         assert self._exit is not None and self._fatal is not None
         await self._wait_exit_or_fatal(None)
         reason = await self._explain()
-        self.record.last_exit = reason.splitlines()[0]
+        self.record.last_exit = headline(reason)
         await self._clear(TERM_GRACE_S)
         return reason
 
@@ -268,7 +275,7 @@ class Child:
             if left_s <= 0:
                 raise StartError(
                     f"{self.plan.name} was not ready within {self._around.start_timeout_s:g} s; it was "
-                    f"{self.phase!r}. Its last log lines:\n{self._indented(self._useful_lines())}",
+                    f"{self.phase!r}{LAST_LINES}\n{self._indented(self._useful_lines())}",
                     remedy=f"raise supervisor.start_timeout_s, or read {self._log_path}",
                 )
             url, path = self.plan.base_url, self.plan.ready_path
@@ -289,8 +296,10 @@ class Child:
         reason = self._fatal.result() if self._fatal.done() else ""
         ended = describe_exit(self._exit.result()) if self._exit.done() else "failed and does not end by itself"
         first = f"{ended}: {reason}" if reason else ended
+        if not reason and self._exit.done() and -self._exit.result() in OUTSIDE_SIGNALS:
+            return f"{first}\n    log: {self._log_path}"
         lines = self._useful_lines()
-        return f"{first}. Its log says:\n{self._indented(lines)}" if lines else f"{first}. Its log is empty."
+        return f"{first}{LOG_SAYS}\n{self._indented(lines)}" if lines else f"{first}. Its log is empty."
 
     def _useful_lines(self) -> list[str]:
         return vllm.last_useful_lines(tail_lines(self._log_path, start=self._run_start))
@@ -340,6 +349,11 @@ class Child:
         await self._finish_log()
         self._process = self._session = self._exit = self._fatal = self._follower = None
         self.record.pid = self.record.start_ticks = None
+
+
+def headline(reason: str) -> str:
+    """The first line of why a process ended, without the phrase that leads over to the lines below it."""
+    return reason.splitlines()[0].removesuffix(LOG_SAYS).removesuffix(LAST_LINES)
 
 
 def describe_exit(returncode: int) -> str:

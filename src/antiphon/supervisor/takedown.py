@@ -9,9 +9,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.core.errors import StartError
 from antiphon.protocol.state import DeploymentState
 from antiphon.supervisor import procfs, store
 from antiphon.supervisor.report import is_supervisor_alive, sessions_of
@@ -61,7 +63,32 @@ def take_down(folder: Path, on_progress: Callable[[str], None], *, timeout_s: fl
             end_sessions(sessions_of(state), term_grace_s=TERM_GRACE_S, deadline_s=KILL_DEADLINE_S)
     latest = store.read_state(folder) or state
     remaining = {stat.pid for stat in procfs.members(sessions_of(state) + sessions_of(latest))}
+    if not remaining and latest.stopped_at is None and not is_supervisor_alive(latest):
+        _write_stopped(folder)
     return TakedownResult(was_up, is_supervisor_alive(latest), tuple(sorted(remaining)))
+
+
+def _write_stopped(folder: Path) -> None:
+    """Say for a supervisor that died that everything is stopped, so that nobody is told of its death again.
+
+    Nothing is written where another supervisor holds the folder, or the folder cannot be written.
+    """
+    lock = store.DeploymentLock(folder)
+    try:
+        lock.acquire()
+    except StartError:
+        return
+    try:
+        state = store.read_state(folder)
+        if state is None or is_supervisor_alive(state) or procfs.members(sessions_of(state)):
+            return
+        for record in state.processes:
+            record.state, record.pid, record.start_ticks = "stopped", None, None
+        state.stopped_at, state.is_stopping = time.time(), False
+        with suppress(OSError):
+            store.write_state(folder, state)
+    finally:
+        lock.release()
 
 
 def _stop_supervisor(

@@ -44,7 +44,10 @@ class FrameLimits:
     """What one server allows.
 
     Args:
-        connections_max: connections at once, those that wait for their peer's end included.
+        connections_max: connections at once over unix sockets, those that wait for their peer's end included.
+        tcp_connections_max: the same over TCP, where any user can connect. Each kind is counted by itself,
+            so that neither takes the other's room.
+        tcp_life_s: seconds from a TCP connection to its end, whatever it says: it is for one or two calls.
         first_frame_timeout_s: seconds from the connection to its first whole frame.
         frame_timeout_s: seconds from a frame's first byte to its last.
         outbound_high_bytes: bytes that may wait for a peer before its next frame is left alone.
@@ -53,6 +56,8 @@ class FrameLimits:
     """
 
     connections_max: int = 1024
+    tcp_connections_max: int = 64
+    tcp_life_s: float = 30.0
     first_frame_timeout_s: float = 5.0
     frame_timeout_s: float = 5.0
     outbound_high_bytes: int = 262_144
@@ -106,6 +111,7 @@ class FrameConnection:
         self._stalled_since_s: float | None = None
         self.number = number
         self.is_unix = sock.family == socket.AF_UNIX
+        self._life_ends_s = None if self.is_unix else self._loop.time() + server.limits.tcp_life_s
         self._read_on()
 
     @property
@@ -308,6 +314,8 @@ class FrameConnection:
         stalled_since_s = self._stalled_since_s
         is_stalled = stalled_since_s is not None and now_s - stalled_since_s > self._server.limits.stall_timeout_s
         is_late = self._deadline_s is not None and now_s > self._deadline_s
+        if self._life_ends_s is not None and now_s > self._life_ends_s:
+            self.end(None, waits_for_peer=False)
         if self._state is _State.ENDING:
             if is_stalled:
                 self._drop_outbound()
@@ -344,6 +352,7 @@ class FrameServer:
         self._uids = uids
         self._listeners: list[socket.socket] = []
         self._connections: dict[int, FrameConnection] = {}
+        self._num_unix = 0
         self._ending: dict[int, FrameConnection] = {}  # by descriptor
         self._hangups = select.epoll()
         self._next_number = 1
@@ -355,8 +364,11 @@ class FrameServer:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are not closed."""
+        """Connections that are not closed, of both kinds."""
         return len(self._connections)
+
+    def _num_of_kind(self, *, is_unix: bool) -> int:
+        return self._num_unix if is_unix else len(self._connections) - self._num_unix
 
     @property
     def is_listening(self) -> bool:
@@ -409,9 +421,11 @@ class FrameServer:
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         reason = None
-        if len(self._connections) >= self.limits.connections_max:
-            reason = f"{len(self._connections)} connections are open, no more are allowed"
-        elif sock.family == socket.AF_UNIX:
+        is_unix = sock.family == socket.AF_UNIX
+        num_open = self._num_of_kind(is_unix=is_unix)
+        if num_open >= (self.limits.connections_max if is_unix else self.limits.tcp_connections_max):
+            reason = f"{num_open} connections are open over {'unix' if is_unix else 'TCP'}, no more are allowed"
+        elif is_unix:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
             pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
             if uid not in self._uids:
@@ -426,6 +440,7 @@ class FrameServer:
         connection = FrameConnection(self, sock, self._next_number)
         self._next_number += 1
         self._connections[connection.number] = connection
+        self._num_unix += is_unix
 
     def watch_hangup(self, connection: FrameConnection) -> None:
         """Tells the connection when its peer has hung up, without reading from it."""
@@ -441,6 +456,7 @@ class FrameServer:
     def forget(self, connection: FrameConnection, was_ending: bool) -> None:
         """The connection closes its socket."""
         del self._connections[connection.number]
+        self._num_unix -= connection.is_unix
         if was_ending:
             del self._ending[connection.fd]
             self._hangups.unregister(connection.fd)

@@ -1,4 +1,4 @@
-"""One line a cause in 30 seconds."""
+"""A few lines a cause in 30 seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from antiphon.client.quiet_log import CAUSES_MAX, REPEAT_AFTER_S, QuietLog
+from antiphon.core.quiet_log import CAUSES_MAX, REPEAT_AFTER_S, QuietLog
 
 
 def test_a_cause_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,6 +21,22 @@ def test_a_cause_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> No
         "first",
         "other",
         "again (4 more since the last line)",
+    ]
+
+
+def test_a_few_lines_may_be_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = 0.0
+    log = QuietLog(logging.getLogger("quiet"), lambda: now_s, num_lines=10)
+    for number in range(25):
+        log.say(logging.INFO, "faults", "fault %d", number)
+    log.info("others", "100%% of %s", "it")
+    now_s = REPEAT_AFTER_S + 1
+    log.say(logging.INFO, "faults", "fault again")
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"fault {number}" for number in range(10)),
+        "100% of it",
+        "fault again (15 more since the last line)",
     ]
 
 

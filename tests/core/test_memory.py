@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.storage.arena import available_memory_bytes
-from antiphon.storage.memory import available_memory_bytes as measure
+from antiphon.config.resolve import this_machine
+from antiphon.core.memory import available_memory_bytes
+from antiphon.core.memory import available_memory_bytes as measure
 
 KIB = 1024
 MACHINE_BYTES = 8_000_000 * KIB
@@ -69,3 +70,19 @@ def test_version_1(proc: Path, tmp_path: Path) -> None:
     assert measure(proc, groups) == MACHINE_BYTES
     group(groups / "memory" / "box", V1, "4000", 1000, "total_inactive_file 10")
     assert measure(proc, groups) == 3010
+
+
+def test_what_a_group_can_drop_is_free(proc: Path, tmp_path: Path) -> None:
+    groups = tmp_path / "cgroup"
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    group(groups, V2, "4000", 3000, "active_file 7\ninactive_file 2400\nslab_reclaimable 100")
+    assert measure(proc, groups) == 3500
+    group(groups, V2, "4000", 3000, "inactive_file 3100")
+    assert measure(proc, groups) == 4000, "never more than its limit"
+    (groups / "memory.current").unlink()
+    assert measure(proc, groups) == MACHINE_BYTES
+
+
+def test_the_defaults_ask_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.config.resolve.available_memory_bytes", lambda: 4711)
+    assert this_machine().mem_available_bytes == 4711
