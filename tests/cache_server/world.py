@@ -70,10 +70,26 @@ class Client:
         is_unix = isinstance(address, str)
         self.sock = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)
         self.sock.settimeout(timeout_s)
-        self.sock.connect(address if is_unix else ("127.0.0.1", address))
+        self._connect(address if is_unix else ("127.0.0.1", address), timeout_s)
         self._ids = itertools.count(1)
         self.arena: ArenaMapping | None = None
         self.welcome: wire.Welcome | None = None
+
+    def _connect(self, address: Any, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.sock.connect(address)
+            except BlockingIOError:  # a unix socket whose backlog is full says so at once, whatever the timeout
+                if time.monotonic() > deadline_s:
+                    self.sock.close()
+                    raise
+                time.sleep(0.01)
+            except OSError:
+                self.sock.close()
+                raise
+            else:
+                return
 
     def send(self, body: wire.Body) -> int:
         """Sends a call; returns its id."""

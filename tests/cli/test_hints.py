@@ -142,6 +142,6 @@ def test_check_of_a_deployment_that_is_up_says_what_it_leaves_out(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("antiphon.cli.config.gather_facts", gatherer(mem_total_bytes=3 * 10**9))
     result = run("config", "check", *flags)
-    assert "memory in use and ports were not checked, since demo is up" in result.output
+    assert "the ports and the memory that demo holds were not counted, since it is up" in result.output
     assert "is all that this host has" in result.output
     assert result.exit_code == 2

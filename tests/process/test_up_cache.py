@@ -136,7 +136,7 @@ def test_check_of_a_running_deployment_does_not_report_its_own_ports(
     monkeypatch.chdir(cached.up.spec.parent)
     result = CliRunner().invoke(config, ["check"])
     assert result.exit_code == 0, result.output
-    assert f"notice: name: {cached.up.name} is up" in result.output
+    assert f"memory that {cached.up.name} holds were not counted, since it is up" in result.output
     # A port that the spec does not have yet, and somebody else does, is found all the same.
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -17,7 +17,8 @@ from typing import Final
 
 from antiphon.core.errors import ConfigError, StartError
 
-BACKLOG: Final = 128
+BACKLOG: Final = 1024
+"""As many as there may be connections: a unix socket whose backlog is full refuses at once. The kernel may cap it."""
 SOCKET_PATH_BYTES_MAX: Final = 107
 
 

@@ -153,7 +153,7 @@ def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str
     running = running_ports(spec.supervisor.state_dir, spec.name)
     if running:
         text = (
-            f"memory in use and ports were not checked, since {spec.name} is up: it holds them "
+            f"the ports and the memory that {spec.name} holds were not counted, since it is up "
             f"({', '.join(running)}); memory was checked against all that this host has"
         )
         compiled = replace(compiled, notices=(*compiled.notices, Notice("name", text)))
