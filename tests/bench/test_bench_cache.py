@@ -59,6 +59,7 @@ def test_goals_are_judged() -> None:
     assert [row.name for row in result.missed] == ["low", "slow"]
     lines = table_lines(result)
     assert "MISSED" in lines[-1]
+    assert "MISSED" not in "".join(table_lines(result, is_judged=False))
     assert len({len(line) for line in lines[2:]}) == 1, "the table has straight columns"
 
 
