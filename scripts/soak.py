@@ -11,8 +11,8 @@ engines' own prefix caches are emptied, so that the cache server is used. Checke
 - the anonymous memory of every process in the last quarter is at most what it was in the second, plus 5 % and 16 MB;
 - prompt tokens did come from the cache server, and every engine's report of a request adds up;
 - no process of the deployment died;
-- when the traffic ends, within 30 seconds, no lease, no reservation and no KV block is left. (A prefill that ends just as
-  its client leaves keeps its blocks for the lease of the hand-over, 20 seconds.)
+- when the traffic ends, within 30 seconds, no lease, no reservation and no KV block is left. (A prefill that ends just
+  as its client leaves keeps its blocks for the lease of the hand-over, 20 seconds.)
 
 Prints a line every 30 seconds and a table at the end; exits 1 where a check fails. Needs the environment of
 `make install-dev`.
