@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,8 +124,10 @@ def test_what_is_kept_is_bounded(
     assert {path.name for path in weights_folder.iterdir()} == {"weights.json", "weights.lock"}
 
 
-def test_who_comes_second_waits_and_reads_nothing(files: list[Path], hashed: list[str]) -> None:
-    reading, go_on = threading.Event(), threading.Event()
+def test_who_comes_second_waits_and_reads_nothing(
+    files: list[Path], hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, waiting, go_on = threading.Event(), threading.Event(), threading.Event()
     read = weights_digests._hashed
 
     def slow(paths: Sequence[Path]) -> dict[Path, str]:
@@ -134,13 +135,21 @@ def test_who_comes_second_waits_and_reads_nothing(files: list[Path], hashed: lis
         assert go_on.wait(5)
         return read(paths)
 
+    def tried(descriptor: int) -> bool:
+        has_lock = try_lock(descriptor)
+        if not has_lock:
+            waiting.set()
+        return has_lock
+
+    try_lock = weights_digests._try_lock
+    monkeypatch.setattr(weights_digests, "_try_lock", tried)
     weights_digests._hashed = slow  # the fixture puts the real one back
     results: list[list[str]] = []
     threads = [threading.Thread(target=lambda: results.append(file_digests(files))) for _ in range(2)]
     threads[0].start()
     assert reading.wait(5)
     threads[1].start()
-    time.sleep(3 * weights_digests.WAIT_STEP_S)
+    assert waiting.wait(5)
     go_on.set()
     for thread in threads:
         thread.join(10)

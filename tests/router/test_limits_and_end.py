@@ -114,7 +114,13 @@ class FailingLoop:
 
 async def test_admin_routes_are_not_for_a_page_that_points_its_name_here() -> None:
     async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router:
-        for host, status in (("evil.example", 403), ("127.0.0.1:8000", 200), ("localhost", 200), ("[::1]:30000", 200)):
+        for host, status in (
+            ("evil.example", 403),
+            ("127.0.0.1:8000", 200),
+            ("localhost", 200),
+            ("[::1]:30000", 200),
+            ("[::1", 403),
+        ):
             async with connected(router) as client:
                 client.writer.write(f"GET /status HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
                 assert (await client.reply()).status == status, host

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from antiphon.cache.machine import Cache
 from antiphon.cli.main import main
 from antiphon.sim.faults import SimulationOptions
-from antiphon.sim.run import TRACE_LINES_SHOWN, describe_failure, run_seeds
+from antiphon.sim.run import describe_failure, run_seeds
+from antiphon.sim.seeds import TRACE_LINES_SHOWN
 from tests.sim.planted import BUGS, Plant, commit_comes_before_the_copy_ended
 
 NUM_SEEDS_MAX = 200

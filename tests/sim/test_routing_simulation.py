@@ -11,9 +11,10 @@ import pytest
 from antiphon.routing import commands, events, life, machine, pool
 from antiphon.routing.pickers import POLICIES
 from antiphon.routing.states import TRANSITIONS, EndpointState, Stage, State, assert_listed
-from antiphon.sim.routing_run import RoutingSeedResult, describe_routing_failure, run_routing_seed, run_routing_seeds
+from antiphon.sim.routing_run import run_routing_seed, run_routing_seeds
 from antiphon.sim.routing_values import ALL_ROUTING_FAULTS, RoutingFault
 from antiphon.sim.routing_world import RoutingSimulationOptions, RoutingWorld
+from antiphon.sim.seeds import SeedResult
 from tests.sim.routing_planted import BUGS, CALM_BUGS, Plant, no_validation
 
 NUM_SEEDS = 200
@@ -30,8 +31,8 @@ SCRIPTED = {
 """Two faults within a few milliseconds, seldom met: tests/routing/test_life.py takes them."""
 
 
-def passing(results: list[RoutingSeedResult]) -> None:
-    assert results[-1].failure is None, describe_routing_failure(results[-1])
+def passing(results: list[SeedResult]) -> None:
+    assert results[-1].failure is None, "\n".join(results[-1].failure_lines())
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))

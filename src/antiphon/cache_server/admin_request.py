@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
-from antiphon.config.hosts import is_loopback
 from antiphon.core.errors import ProtocolError, RequestRefused
 from antiphon.protocol import json
+from antiphon.transport.http.access import is_asked_from_here
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
 
@@ -22,7 +22,6 @@ NAME_CHARS_MAX: Final = 1_000
 """Longest tenant or model name of ``POST /clear``."""
 
 _SEQUENCE_MAX = 2**63 - 1
-_FORWARDED_FOR = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip"))
 
 
 def check_access(request: HttpRequest, responder: Responder, own_host: str) -> None:
@@ -34,24 +33,13 @@ def check_access(request: HttpRequest, responder: Responder, own_host: str) -> N
     Raises:
         RequestRefused: 403.
     """
-    is_forwarded = any(name in _FORWARDED_FOR for name, _ in request.headers)
-    host = (request.header(b"host") or b"").decode("latin-1")
-    # A web page whose own name was made to point here still sends that name.
-    is_ours = _host_name(host) == own_host or is_loopback(_host_name(host))
-    if not responder.peer_is_loopback or is_forwarded or not is_ours:
+    if not is_asked_from_here(request, responder, own_host):
         raise RequestRefused(
             "this route answers on the cache server's own machine only, asked by its own name or a loopback address",
             status=403,
             kind="permission_error",
             code="admin_only_on_loopback",
         )
-
-
-def _host_name(host: str) -> str:
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:  # an address with a bracket that does not close
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

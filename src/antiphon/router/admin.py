@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hmac
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
-from antiphon.config.hosts import is_loopback
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, ConnectFailed, RequestRefused, UpstreamError
 from antiphon.observe.receipt import ReceiptRing
@@ -22,11 +21,10 @@ from antiphon.router.headers import forwarded_headers
 from antiphon.router.refusals import unavailable
 from antiphon.router.token_reports import READ_WAIT_MAX_S, TokenReports
 from antiphon.routing.registry import EndpointRegistry
+from antiphon.transport.http.access import is_asked_from_here
 from antiphon.transport.http.client import request_head
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
-
-_FORWARDED_FOR = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip"))
 
 
 def read_admin_key(path: str | None) -> bytes | None:
@@ -112,12 +110,6 @@ class Admin:
                 return
         raise unavailable("decode")
 
-    def _is_own_host(self, request: HttpRequest) -> bool:
-        """Whether the request names this machine: a web page that had its own name point here does not."""
-        host = (request.header(b"host") or b"").decode("latin-1")
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == self._spec.host or is_loopback(name)
-
     def metrics(self, responder: Responder, gauges: dict[str, int]) -> None:
         """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
         self._metrics.active.set(gauges["active"])
@@ -170,8 +162,7 @@ class Admin:
             RequestRefused: 401 with a wrong or missing key, 403 from elsewhere while no key is configured.
         """
         if self._key is None:
-            is_forwarded = any(name in _FORWARDED_FOR for name, _ in request.headers)
-            if responder.peer_is_loopback and not is_forwarded and self._is_own_host(request):
+            if is_asked_from_here(request, responder, self._spec.host):
                 return
             raise RequestRefused(
                 "this route answers on the router's own machine only",

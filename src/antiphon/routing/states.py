@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from antiphon.core import transitions
+
 
 class EndpointState(Enum):
     """What is known of an endpoint; at the same time the state of its breaker."""
@@ -154,12 +156,4 @@ def assert_listed(old: State, new: State) -> None:
 
 def transition_tables() -> str:
     """The tables as Markdown: for each machine its states, then its transitions."""
-    parts = []
-    for title, kind in (("Endpoint", EndpointState), ("Request", Stage)):
-        lines = [f"### {title}", "", "| state | meaning |", "|---|---|"]
-        lines += [f"| {state.value} | {MEANINGS[state]} |" for state in kind]
-        lines += ["", "| from | to | when |", "|---|---|---|"]
-        pairs = ((old, new, why) for (old, new), why in TRANSITIONS.items() if isinstance(old, kind))
-        lines += [f"| {old.value} | {new.value} | {why} |" for old, new, why in pairs]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return transitions.transition_tables((("Endpoint", EndpointState), ("Request", Stage)), MEANINGS, TRANSITIONS)

@@ -6,13 +6,12 @@ end, every counter and lease be gone, every engine come back, and ordinary reque
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from antiphon.routing.states import OUTCOMES, Stage
 from antiphon.sim.routing_values import LEASE_S, RoutingFault
 from antiphon.sim.routing_world import RoutingSimulationOptions, RoutingWorld
+from antiphon.sim.seeds import SeedResult, run_consecutive
 from antiphon.sim.timeline import CheckFailed
 
 SAFETY_S = 3.0
@@ -43,27 +42,9 @@ QUIET_S = LEASE_S + 0.5
 NUM_RECOVERY = 24
 RECOVERY_S = 0.1
 """Between two of the requests that bring engines back."""
-TRACE_LINES_SHOWN = 60
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingSeedResult:
-    """What a seed gave.
-
-    Args:
-        digest: of the trace; equal in every run of the seed.
-        failure: what went wrong, None where nothing did.
-        seen: what has occurred, by name.
-    """
-
-    seed: int
-    digest: str
-    trace: tuple[str, ...]
-    failure: str | None
-    seen: Counter[str]
-
-
-def run_routing_seed(seed: int, options: RoutingSimulationOptions) -> RoutingSeedResult:
+def run_routing_seed(seed: int, options: RoutingSimulationOptions) -> SeedResult:
     """Runs one seed to its end or its first failure."""
     world = RoutingWorld(seed, options)
     timeline = world.timeline
@@ -75,21 +56,12 @@ def run_routing_seed(seed: int, options: RoutingSimulationOptions) -> RoutingSee
         failure = f"{type(error).__name__}: {error}"
     for name, number in world.fleet.counts.items():
         timeline.seen[f"decided {name}"] += number
-    return RoutingSeedResult(seed, timeline.digest(), tuple(timeline.trace), failure, timeline.seen)
+    return SeedResult(seed, timeline.digest(), tuple(timeline.trace), failure, timeline.seen)
 
 
-def run_routing_seeds(first: int, num_seeds: int, options: RoutingSimulationOptions) -> Iterator[RoutingSeedResult]:
+def run_routing_seeds(first: int, num_seeds: int, options: RoutingSimulationOptions) -> Iterator[SeedResult]:
     """Runs consecutive seeds; the last result is the first failure, if one fails."""
-    for seed in range(first, first + num_seeds):
-        result = run_routing_seed(seed, options)
-        yield result
-        if result.failure is not None:
-            return
-
-
-def describe_routing_failure(result: RoutingSeedResult) -> str:
-    """The seed, what went wrong, and the end of the trace."""
-    return "\n".join([*result.trace[-TRACE_LINES_SHOWN:], f"seed {result.seed} failed: {result.failure}"])
+    return run_consecutive(lambda seed: run_routing_seed(seed, options), first, num_seeds)
 
 
 def _safety(world: RoutingWorld) -> None:

@@ -7,15 +7,14 @@ repeated prompt must be loaded from the cache, and then no lease, reservation, q
 from __future__ import annotations
 
 import traceback
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from antiphon.sim.engine import Engine, Job
 from antiphon.sim.faults import ALL_FAULTS, Fault, SimulationOptions
 from antiphon.sim.injection import heal, inject
+from antiphon.sim.seeds import SeedResult, run_consecutive
 from antiphon.sim.timeline import CheckFailed
 from antiphon.sim.values import CHUNK_SIZE_TOKENS
 from antiphon.sim.world import TENANTS, World
@@ -51,24 +50,6 @@ LIVENESS_S_MAX = 60.0
 QUIET_S = 9.0
 """Virtual seconds after which nothing may be left: longer than the slowest copy, draining and quarantine together."""
 NUM_REREAD = 8
-TRACE_LINES_SHOWN = 60
-
-
-@dataclass(frozen=True, slots=True)
-class SeedResult:
-    """What a seed gave.
-
-    Args:
-        digest: of the trace; equal in every run of the seed.
-        failure: what went wrong, None where nothing did.
-        seen: what has occurred, by name.
-    """
-
-    seed: int
-    digest: str
-    trace: tuple[str, ...]
-    failure: str | None
-    seen: Counter[str]
 
 
 def run_seed(seed: int, options: SimulationOptions) -> SeedResult:
@@ -87,11 +68,7 @@ def run_seed(seed: int, options: SimulationOptions) -> SeedResult:
 
 def run_seeds(first: int, num_seeds: int, options: SimulationOptions) -> Iterator[SeedResult]:
     """Runs consecutive seeds; the last result is the first failure, if one fails."""
-    for seed in range(first, first + num_seeds):
-        result = run_seed(seed, options)
-        yield result
-        if result.failure is not None:
-            return
+    return run_consecutive(lambda seed: run_seed(seed, options), first, num_seeds)
 
 
 def describe_failure(result: SeedResult, options: SimulationOptions) -> str:
@@ -100,8 +77,7 @@ def describe_failure(result: SeedResult, options: SimulationOptions) -> str:
     every = "" if options.validate_every == 1 else f" --validate-every {options.validate_every}"
     return "\n".join(
         [
-            *result.trace[-TRACE_LINES_SHOWN:],
-            f"seed {result.seed} failed: {result.failure}",
+            *result.failure_lines(),
             f"run it again: antiphon sim cache --first-seed {result.seed} --seeds 1{faults}{every} --trace",
         ]
     )

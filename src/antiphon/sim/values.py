@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from antiphon.core.chunks import ChunkChain, ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.namespace import ModelIdentity, Namespace, NamespaceDigest
 from antiphon.engine.simulated.kv import BLOCK_BYTES, extend, pack, root_state
@@ -54,11 +53,6 @@ def namespace_of(model: SimulatedModel, tenant: str) -> NamespaceDigest:
 def root_of(model: SimulatedModel, tenant: str, slab: int) -> int:
     """The state of a slab's KV before the first token."""
     return root_state(model.name, f"{tenant}/{slab}")
-
-
-def keys_of(model: SimulatedModel, tenant: str, tokens: Sequence[int]) -> tuple[ChunkKey, ...]:
-    """The keys of all full chunks."""
-    return tuple(ChunkChain(namespace_of(model, tenant), CHUNK_SIZE_TOKENS).extend(tokens))
 
 
 def num_blocks_for(num_tokens: int) -> int:
