@@ -27,6 +27,11 @@ from antiphon.sim.client import CacheClient, Pending, Promise, Session
 from antiphon.sim.scheduler import Request, Scheduler, Table
 from antiphon.sim.server import Peer, Server
 from antiphon.sim.worker import LoadOrder, StoreOrder, Worker
+from tests.cache.planted import (
+    connection_end_forgets_leases,
+    lookup_jumps_over_a_hole,
+    release_does_not_wait_for_copies,
+)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -101,14 +106,6 @@ def reserved_chunk_is_readable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reading, "_readable_prefix", prefix_of)
 
 
-def lookup_jumps_over_a_hole(patch: pytest.MonkeyPatch) -> None:
-    def all_readable(books: Books, event: Lookup) -> list[Chunk]:
-        found = (books.index.chunks.get(key) for key in event.keys)
-        return [chunk for chunk in found if chunk is not None and chunk.state is ChunkState.READABLE]
-
-    patch.setattr(reading, "_readable_prefix", all_readable)
-
-
 def namespace_is_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
     """Nor does the cache look at the namespace of what it finds."""
     patch.setattr(ChunkChain, "_seed", lambda self: bytes(32))
@@ -129,16 +126,6 @@ def parent_is_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChunkChain, "extend", alone)
 
 
-def release_does_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    release = Leases.release
-
-    def at_once(self: Leases, lease_id: Any, connection: Connection, request: str, now_s: float) -> Lease:
-        self.of_engine(lease_id, connection).copies.clear()
-        return release(self, lease_id, connection, request, now_s)
-
-    patch.setattr(Leases, "release", at_once)
-
-
 def lease_ends_with_its_schedulers_connection(patch: pytest.MonkeyPatch) -> None:
     ended = Leases.connection_ended
 
@@ -151,13 +138,6 @@ def lease_ends_with_its_schedulers_connection(patch: pytest.MonkeyPatch) -> None
                 yield lease
 
     patch.setattr(Leases, "connection_ended", ending)
-
-
-def connection_end_forgets_leases(patch: pytest.MonkeyPatch) -> None:
-    def nothing(self: Leases, connection: Connection, now_s: float) -> Iterator[Lease]:
-        yield from ()
-
-    patch.setattr(Leases, "connection_ended", nothing)
 
 
 # ---- in the shell of the server --------------------------------------------------------------------------------------
