@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from antiphon.observe.fleet_metrics import EngineView, FleetMetrics
 from antiphon.observe.router_metrics import RouterMetrics
 
 NAMES = {
@@ -14,10 +15,7 @@ NAMES = {
     "engine_errors",
     "client_disconnects",
     "handovers_completed_after_disconnect",
-    "handovers_abandoned",
     "stream_truncations",
-    "engine_up",
-    "engine_active_requests",
     "active_requests",
     "client_connections",
     "prefill_seconds",
@@ -49,7 +47,8 @@ def test_counters_count_by_label() -> None:
     metrics.requests.count("/v1/completions", "pd", "failed", 502)
     metrics.engine_error("prefill", "h:1", "lost")
     metrics.disconnected("decoding")
-    metrics.engine_state("decode", "h:2", is_up=False, num_active=3)
+    view = EngineView("decode", "h:2", "down", is_usable=False, num_active=3, num_ejections=2)
+    FleetMetrics(metrics.registry, {"retry_prefill": 4, "handover_failed": 1, "late_handle": 1}, lambda: [view])
     found = samples(metrics)
     labels = (("outcome", "completed"), ("path", "pd"), ("route", "/v1/completions"), ("status", "200"))
     assert found["antiphon_router_requests_total", labels] == 2
@@ -61,6 +60,10 @@ def test_counters_count_by_label() -> None:
     engine = (("engine", "h:2"), ("role", "decode"))
     assert found["antiphon_router_engine_up", engine] == 0
     assert found["antiphon_router_engine_active_requests", engine] == 3
+    assert found["antiphon_router_engine_ejections_total", engine] == 2
+    assert found["antiphon_router_engine_state", (*engine, ("state", "down"))] == 1
+    assert found["antiphon_router_retries_total", (("kind", "prefill"),)] == 4
+    assert found["antiphon_router_handovers_abandoned_total", ()] == 2
 
 
 def test_durations_fall_into_every_bucket_from_theirs_on() -> None:
@@ -77,5 +80,5 @@ def test_durations_fall_into_every_bucket_from_theirs_on() -> None:
 
 def test_two_routers_share_nothing() -> None:
     first, second = RouterMetrics(), RouterMetrics()
-    first.handovers_abandoned.inc()
-    assert samples(second)["antiphon_router_handovers_abandoned_total", ()] == 0
+    first.truncations.inc()
+    assert samples(second)["antiphon_router_stream_truncations_total", ()] == 0

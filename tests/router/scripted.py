@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.router.app import Router
+from antiphon.routing.endpoint import Endpoint
+from antiphon.routing.states import EndpointState
 
 WAIT_S = 10.0
 """Longest wait for something that should happen at once on a quiet machine."""
@@ -163,6 +166,23 @@ async def routing(
         yield router
     finally:
         await router.stop()
+
+
+def endpoints(router: Router) -> list[Endpoint]:
+    """Every endpoint, prefill first."""
+    return router.fleet.all()
+
+
+def take_for_ready(router: Router, endpoint: Endpoint) -> None:
+    """Let health checks have said that it answers, whatever is true."""
+    for _ in range(3):
+        router.fleet.pool(endpoint.role).health_succeeded(endpoint, time.monotonic())
+    assert endpoint.state is EndpointState.READY
+
+
+def take_down(router: Router, endpoint: Endpoint) -> None:
+    """Let a health check have been refused a connection, whatever is true."""
+    router.fleet.pool(endpoint.role).health_refused(endpoint, time.monotonic(), 1.0)
 
 
 @dataclass

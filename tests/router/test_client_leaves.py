@@ -70,19 +70,19 @@ def test_while_the_prefill_runs(calm: Stack, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_before_the_first_token(calm: Stack, stream: bool) -> None:
     """The decode engine has pulled, or will within the grace period; then the request is cancelled there."""
-    before, kept = disconnects(calm, "decoding"), calm.router.metrics()
+    before, kept = disconnects(calm, "awaiting"), calm.router.metrics()
     calm.fault("decode", "slow", factor=3000)  # 3 s a token
     with sent(calm.router.port, raw_request("/v1/completions", body(stream=stream))):
         wait_for(lambda: running(calm, "decode") == 1, "the decode engine has it")
     receipt = check_cancelled(calm)
     assert receipt["decode"] is not None
-    assert disconnects(calm, "decoding") == before + 1
+    assert disconnects(calm, "awaiting") == before + 1
     name = "handovers_completed_after_disconnect_total"
     assert total(calm.router.metrics(), name) == total(kept, name) + 1
 
 
 def test_in_the_middle_of_a_stream(calm: Stack) -> None:
-    before, kept = disconnects(calm, "decoding"), calm.router.metrics()
+    before, kept = disconnects(calm, "streaming"), calm.router.metrics()
     calm.fault("decode", "slow", factor=20)
     with sent(calm.router.port, raw_request("/v1/completions", body())) as sock:
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
@@ -90,19 +90,19 @@ def test_in_the_middle_of_a_stream(calm: Stack) -> None:
     receipt = check_cancelled(calm)
     assert time.monotonic() - began < 5.0  # the whole answer takes 8 s
     assert receipt["num_events"] >= 1
-    assert disconnects(calm, "decoding") == before + 1
+    assert disconnects(calm, "streaming") == before + 1
     # The hand-over was over before the client left.
     name = "handovers_completed_after_disconnect_total"
     assert total(calm.router.metrics(), name) == total(kept, name)
 
 
 def test_in_the_middle_of_an_answer_that_one_engine_serves_alone(calm: Stack) -> None:
-    before = disconnects(calm, "decoding")
+    before = disconnects(calm, "streaming")
     calm.fault("decode", "slow", factor=20)
     with sent(calm.router.port, raw_request("/v1/completions", body(n=3))) as sock:
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
     assert check_cancelled(calm)["path"] == "local"
-    assert disconnects(calm, "decoding") == before + 1
+    assert disconnects(calm, "streaming") == before + 1
 
 
 def test_with_a_reset_and_with_a_half_closed_connection(calm: Stack) -> None:

@@ -62,13 +62,13 @@ def test_prefill_engine_fails(
     assert receipt["prefill"] in [address_of(engine) for engine in stack.prefill]
     assert receipt["decode"] is None
     assert [engine.state()["requests"] for engine in stack.decode] == decode_before
-    assert total(router.metrics(), "engine_errors_total", "role=prefill", f"kind={metric}") == before + 1
+    # Another engine was tried, and where the connection was lost the same one again.
+    assert total(router.metrics(), "engine_errors_total", "role=prefill", f"kind={metric}") >= before + 1
 
 
 DECODE_FAILURES = [
-    # What a decode engine answers is the client's answer, whatever its status.
-    ("respond_500", 500, "InternalServerError", 500, "status"),
-    ("respond_503", 503, "ServiceUnavailableError", 503, "status"),
+    ("respond_500", 502, "upstream_error", "decode_error", "status"),
+    ("respond_503", 503, "service_unavailable", "decode_overloaded", "status"),
     ("garbage", 502, "upstream_error", "decode_bad_answer", "garbage"),
     ("reset", 502, "upstream_error", "decode_lost", "lost"),
     ("cut_mid_stream", 502, "upstream_error", "decode_lost", "lost"),
@@ -85,7 +85,6 @@ def test_decode_engine_fails_before_its_answer(
 ) -> None:
     router = stack.quick
     before = total(router.metrics(), "engine_errors_total", "role=decode", f"kind={metric}")
-    abandoned = total(router.metrics(), "handovers_abandoned_total")
     stack.fault("decode", kind)
     answer = ask_for(router, stream=stream)
     assert answer.status == status
@@ -96,8 +95,7 @@ def test_decode_engine_fails_before_its_answer(
     assert (receipt["outcome"], receipt["status"]) == ("failed", status)
     assert receipt["error"]
     assert receipt["decode"] in [address_of(engine) for engine in stack.decode]
-    assert total(router.metrics(), "engine_errors_total", "role=decode", f"kind={metric}") == before + 1
-    assert total(router.metrics(), "handovers_abandoned_total") == abandoned + 1
+    assert total(router.metrics(), "engine_errors_total", "role=decode", f"kind={metric}") >= before + 1
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -137,11 +135,11 @@ def test_no_whole_event_that_the_engine_sent_in_time_is_lost(stack: Stack, after
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_too_many_requests_is_passed_on(stack: Stack, role: str) -> None:
+def test_too_many_requests_of_every_engine_is_said(stack: Stack, role: str) -> None:
     stack.fault(role, "respond_429")
     answer = ask_for(stack.quick, stream=False)
     assert answer.status == 429
-    assert answer.error["type"] == "TooManyRequestsError"
+    assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", f"{role}_overloaded")
     assert answer.headers["retry-after"] == "1"
     receipt = stack.quick.receipt(answer)
     assert receipt["status"] == 429

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from antiphon.router.headers import forwarded_headers
-from antiphon.routing.registry import EndpointState
+from antiphon.routing.states import EndpointState
 from antiphon.transport.http.message import HttpRequest
 from tests.router.scripted import (
     DONE,
@@ -94,11 +94,11 @@ async def test_a_second_signal_ends_the_drain_and_still_says_so() -> None:
 async def test_a_limit_of_this_machine_takes_no_engine_down(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router:
         with monkeypatch.context() as patch:
-            for endpoint in router.registry.all():
+            for endpoint in router.fleet.all():
                 patch.setattr(router.engines.pool(endpoint), "acquire_nowait", lambda: None)
                 patch.setattr(router.engines.pool(endpoint), "loop", FailingLoop(code))
             assert (await ask(router)).status == 503
-            assert {endpoint.state for endpoint in router.registry.all()} == {EndpointState.READY}
+            assert {endpoint.state for endpoint in router.fleet.all()} == {EndpointState.READY}
         assert (await ask(router)).status == 200
 
 

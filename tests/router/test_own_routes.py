@@ -10,7 +10,18 @@ import pytest
 
 from antiphon.core.errors import ConfigError
 from antiphon.router.admin import read_admin_key
-from tests.router.scripted import Seen, Wire, ask, connected, engine, prefills, routing, streams, until
+from tests.router.scripted import (
+    Seen,
+    Wire,
+    ask,
+    connected,
+    engine,
+    prefills,
+    routing,
+    streams,
+    take_down,
+    until,
+)
 from tests.router.stack import RouterProcess, Stack, address_of, metrics_of, total, urls
 
 pytestmark = pytest.mark.process
@@ -198,7 +209,7 @@ async def models(seen: Seen, wire: Wire) -> None:
         await streams(seen, wire)
 
 
-async def test_models_while_one_engine_is_down_and_while_all_are() -> None:
+async def test_models_while_one_engine_is_down() -> None:
     async with (
         engine(models) as dead,
         engine(models) as alive,
@@ -206,12 +217,16 @@ async def test_models_while_one_engine_is_down_and_while_all_are() -> None:
         routing([p], [dead, alive]) as router,
         connected(router) as client,
     ):
-        router.registry.connection_refused(router.registry.pools["decode"][0])
+        take_down(router, router.fleet.decode.endpoints[0])
         client.get("/v1/models")
         assert (await client.reply()).status == 200
         assert (len(dead.seen), len(alive.seen)) == (0, 1)
-        for endpoint in router.registry.all():
-            router.registry.connection_refused(endpoint)
+
+
+async def test_models_while_every_engine_is_gone() -> None:
+    async with engine(models) as gone:
+        pass
+    async with routing([gone], [gone]) as router, connected(router) as client:
         client.get("/v1/models")
         reply = await client.reply()
         assert reply.status == 503
@@ -232,20 +247,21 @@ async def test_models_while_no_further_connection_may_be_opened() -> None:
             assert (await client.reply()).status == 503
             client.send()
             assert (await client.reply()).status == 503
-        assert router.registry.num_usable("decode") == 1
+        assert router.fleet.decode.num_usable == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_pool_that_is_down_is_said_before_any_work(role: str) -> None:
-    async with engine(prefills) as p, engine(models) as d, routing([p], [d]) as router:
-        (endpoint,) = router.registry.pools["prefill" if role == "prefill" else "decode"]
-        router.registry.connection_refused(endpoint)
-        reply = await ask(router)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "2")
-        error = json.loads(reply.body)["error"]
-        assert (error["type"], error["code"]) == ("service_unavailable", f"no_{role}_engine")
-        assert p.seen == d.seen == []
-        async with connected(router) as client:
+async def test_pool_that_is_gone_is_said_before_any_work(role: str) -> None:
+    async with engine(models) as gone:
+        pass
+    async with engine(prefills) as here:
+        pools = ([gone], [here]) if role == "prefill" else ([here], [gone])
+        async with routing(*pools) as router, connected(router) as client:
+            reply = await ask(router)
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            error = json.loads(reply.body)["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable", f"no_{role}_engine")
+            assert here.seen == []
             client.get("/readiness")
             reply = await client.reply()
             assert reply.status == 503
@@ -253,8 +269,14 @@ async def test_pool_that_is_down_is_said_before_any_work(role: str) -> None:
             assert answer["status"] == "not_ready"
             assert answer["reason"] == f"no {role} engine is available"
             assert answer[role] == {"usable": 0, "total": 1}
-        router.registry.probe_succeeded(endpoint)
+
+
+async def test_engine_that_only_seems_down_is_tried_where_there_is_no_other() -> None:
+    async with engine(prefills) as p, engine(models) as d, routing([p], [d]) as router:
+        for endpoint in router.fleet.all():
+            take_down(router, endpoint)
         assert (await ask(router)).status == 200
+        assert [endpoint.state.value for endpoint in router.fleet.all()] == ["ready", "ready"]
 
 
 async def test_readiness_without_a_prefill_pool_is_that_of_the_decode_pool() -> None:

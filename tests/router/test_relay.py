@@ -117,18 +117,18 @@ async def test_engine_lost_after_done_has_answered() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-@pytest.mark.parametrize("before", [b"", EVENT * 2], ids=["first", "later"])
-async def test_error_event_of_the_engine_is_passed_on_and_the_receipt_tells(before: bytes, apart: bool) -> None:
+async def test_error_event_of_the_engine_is_passed_on_and_the_receipt_tells(apart: bool) -> None:
     """vLLM ends a stream whose KV could not be loaded with an error event and [DONE]: the answer is not complete."""
     error = b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}\n\n'
+
+    before = EVENT * 2
 
     async def fails(_: Seen, wire: Wire) -> None:
         wire.begin()
         for piece in (before, error, DONE) if apart else (before + error + DONE,):
-            if piece:
-                wire.piece(piece)
-                await wire.writer.drain()
-                await asyncio.sleep(0.02)
+            wire.piece(piece)
+            await wire.writer.drain()
+            await asyncio.sleep(0.02)
         wire.end()
 
     async with pair(fails) as (router, d):
@@ -138,6 +138,58 @@ async def test_error_event_of_the_engine_is_passed_on_and_the_receipt_tells(befo
         assert receipt["outcome"] == "failed"
         assert "error event" in str(receipt["error"])
         assert counted(router, "engine_errors_total", role="decode", engine=d.address, kind="status") == 1
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+async def test_stream_that_begins_with_an_error_event_is_no_answer_and_is_tried_again(apart: bool) -> None:
+    error = b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}}\n\n'
+    num_asked = 0
+
+    async def fails_once(seen: Seen, wire: Wire) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            await streams(seen, wire)
+            return
+        wire.begin()
+        for piece in (error, DONE) if apart else (error + DONE,):
+            wire.piece(piece)
+            await wire.writer.drain()
+            await asyncio.sleep(0.02)
+        wire.end()
+
+    async with pair(fails_once) as (router, d):
+        reply = await ask(router)
+        assert (reply.status, reply.body) == (200, EVENT * 3 + DONE)
+        assert newest(router)["outcome"] == "completed"
+        assert counted(router, "engine_errors_total", role="decode", engine=d.address, kind="status") == 1
+        assert counted(router, "retries_total", kind="handover") == 1
+
+
+async def test_stream_that_begins_with_a_refusal_is_the_clients_answer_with_its_status() -> None:
+    error = b'data: {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}\n\n'
+
+    async def refuses(_: Seen, wire: Wire) -> None:
+        wire.begin()
+        wire.piece(error + DONE)
+        wire.end()
+
+    async with pair(refuses) as (router, _):
+        reply = await ask(router)
+        assert (reply.status, json.loads(reply.body)["error"]["message"]) == (400, "too long")
+
+
+async def test_stream_ends_at_done_although_the_engine_keeps_its_connection_open() -> None:
+    async def lingers(_: Seen, wire: Wire) -> None:
+        wire.begin()
+        wire.piece(EVENT + DONE)
+        await wire.until_closed()
+
+    async with pair(lingers) as (router, d):
+        assert (await ask(router)).body == EVENT + DONE
+        assert newest(router)["outcome"] == "completed"
+        assert router.fleet.decode.num_active == 0
+        await until(lambda: d.num_left == 1, "the engine's connection is closed in the end")
 
 
 async def test_text_that_looks_like_an_error_event_is_text() -> None:
@@ -324,4 +376,4 @@ async def test_client_that_stops_reading_for_good_is_cut_and_the_engine_let_go()
         slow.send()
         await until(lambda: d.num_left == 1, "the engine's connection is closed")
         assert newest(router)["outcome"] == "cancelled"
-        assert router.registry.pools["decode"][0].num_active == 0
+        assert router.fleet.decode.endpoints[0].num_active == 0

@@ -4,13 +4,14 @@ ended and must leave its connection alone, since another request may be using it
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
-from antiphon.config.router_spec import RouterSpec
 from antiphon.observe.receipt import Receipt
-from antiphon.router.relay import Relay, RelayTimes
+from antiphon.router.relay import Relay
+from antiphon.routing.fleet import Fleet
+from antiphon.routing.life import Life
+from antiphon.routing.options import FleetOptions, LifeOptions
 from antiphon.transport.http.message import HttpRequest
 from tests.router.scripted import counted, engine, newest, prefills, routing, streams
 
@@ -22,8 +23,11 @@ class Connection:
         self.loop = asyncio.get_running_loop()
         self.done: list[str] = []
 
-    def start(self, buffers: object, sink: object, timeout_s: float) -> None:
+    def start(self, buffers: object, sink: object) -> None:
         self.done.append("start")
+
+    def finish_alone(self) -> None:
+        self.done.append("finish_alone")
 
     def abort(self) -> None:
         self.done.append("abort")
@@ -76,26 +80,39 @@ async def test_client_that_left_before_its_request_began_is_served_by_nobody() -
         assert counted(router, "client_disconnects_total", stage="received") == 2
 
 
-@pytest.mark.parametrize("late", ["leave", "timer"])
+class Owner:
+    """As much of a request as a relay tells of its answer."""
+
+    def __init__(self, client: Client) -> None:
+        self.responder = client
+        self.receipt = Receipt("i", "/r", 0.0)
+        self.life = Life("i", Fleet(["http://p:1"], ["http://d:1"], FleetOptions()), LifeOptions(), path="pd")
+        self.heard: list[str] = []
+
+    def first_byte(self) -> None:
+        self.heard.append("first byte")
+
+    def ended(self, *, is_complete: bool, has_error: bool) -> None:
+        self.heard.append("ended" if is_complete and not has_error else "failed")
+
+
+@pytest.mark.parametrize("is_framed", [False, True], ids=["done only", "framed"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_nothing_is_done_to_the_connection_after_the_answer(late: str, stream: bool) -> None:
+async def test_nothing_is_done_to_the_connection_after_the_answer(is_framed: bool, stream: bool) -> None:
     connection, client = Connection(), Client()
-    spec = RouterSpec(idle_timeout_s=0.001, first_token_timeout_s=0.001)
-    relay = Relay(client, connection, RelayTimes(spec), Receipt("i", "/r", 0.0), has_handle=True)  # type: ignore[arg-type]
+    owner = Owner(client)
+    relay = Relay(owner, connection, None)  # type: ignore[arg-type]
     relay.start([])
     content_type = b"text/event-stream" if stream else b"application/json"
     relay.on_head(200, [(b"content-type", content_type)])
     relay.on_body(b"data: [DONE]\n\n")
-    relay.on_end()
-    assert client.finished
-    # Before whoever waits for the relay has gone on.
-    if late == "leave":
-        relay.leave()
+    is_alone = stream and not is_framed
+    if is_alone:
+        relay.on_read_end()
     else:
-        time.sleep(0.003)  # past the deadline, without letting the loop run
-        relay._check()
-    await relay
-    relay.close()
-    assert connection.done == ["start"]
-    assert relay.error is None
+        relay.on_end()
+    assert client.finished
+    assert owner.heard == (["first byte", "ended"] if stream else ["ended"])
+    relay.cancel()  # a client that leaves at this moment, or a deadline
+    assert connection.done == (["start", "finish_alone"] if is_alone else ["start"])
     assert (client.on_stall, client.on_resume) == (None, None)

@@ -19,6 +19,7 @@
     │   └── CallTimeout        the cache server did not answer in time
     └── UpstreamError      an engine failed while it served a request
         ├── ConnectFailed      no connection was made: no byte of the request was written
+        │   ├── ConnectTimeout     nothing answered at its address in time
         │   └── OwnLimit           because of a limit of this process, which says nothing about the engine
         ├── UpstreamLost       the connection ended before the response was complete
         ├── UpstreamTimeout    a stage deadline passed
@@ -150,6 +151,10 @@ class ConnectFailed(UpstreamError):
     """No connection was made, so no byte of the request was written."""
 
     retryable = True
+
+
+class ConnectTimeout(ConnectFailed):
+    """Nothing answered at the engine's address in time."""
 
 
 class OwnLimit(ConnectFailed):

@@ -34,16 +34,8 @@ class RouterMetrics:
             "handovers_completed_after_disconnect",
             "Hand-overs completed for a client that had left, so that the prefill engine frees its blocks.",
         )
-        self.handovers_abandoned = self._counter(
-            "handovers_abandoned",
-            "Prefills that answered and whose KV no decode engine pulled: held until the prefill engine's lease ends.",
-        )
         self.truncations = self._counter(
             "stream_truncations", "Streams that ended with an error event because the engine did not finish them."
-        )
-        self._engine_up = self._gauge("engine_up", "1 while an engine is taken to be usable.", "role", "engine")
-        self._engine_active = self._gauge(
-            "engine_active_requests", "Requests in flight at an engine.", "role", "engine"
         )
         self.active = self._gauge("active_requests", "Requests in progress.")
         self.connections = self._gauge("client_connections", "Open client connections.")
@@ -67,11 +59,6 @@ class RouterMetrics:
 
     def _seconds(self, name: str, text: str) -> Durations:
         return Durations(self.registry, f"antiphon_router_{name}_seconds", text, _SECONDS)
-
-    def engine_state(self, role: str, engine: str, *, is_up: bool, num_active: int) -> None:
-        """Set what is known of an engine; called when the series are read."""
-        self._engine_up.labels(role, engine).set(is_up)
-        self._engine_active.labels(role, engine).set(num_active)
 
     def engine_error(self, role: str, engine: str, kind: str) -> None:
         """Count a failure of an engine."""

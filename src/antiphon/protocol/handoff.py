@@ -50,20 +50,33 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+class _Params(msgspec.Struct):
+    remote_engine_id: str | None = None
+
+
 _answers = msgspec.json.Decoder(_Answer)
+_params = msgspec.json.Decoder(_Params)
 
 
 class PrefillAnswer:
     """What the router needs of a prefill engine's answer."""
 
-    __slots__ = ("cached_tokens", "kv_transfer_params", "prompt_tokens")
+    __slots__ = ("cached_tokens", "engine_id", "kv_transfer_params", "prompt_tokens")
 
-    def __init__(self, kv_transfer_params: bytes | None, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+    def __init__(
+        self,
+        kv_transfer_params: bytes | None,
+        prompt_tokens: int | None,
+        cached_tokens: int | None,
+        engine_id: str = "",
+    ) -> None:
         self.kv_transfer_params = kv_transfer_params
         """Raw JSON to pass on, or None where the engine returned none."""
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = cached_tokens
         """Prompt tokens that its own prefix cache held; None if it does not say."""
+        self.engine_id = engine_id
+        """Of the life of the engine that made the handle; empty if it does not say."""
 
 
 def prefill_fields(body: Body) -> Mapping[str, bytes]:
@@ -107,4 +120,14 @@ def read_prefill_answer(raw: bytes) -> PrefillAnswer:
     params = bytes(answer.kv_transfer_params)
     usage = answer.usage or _Usage()
     details = usage.prompt_tokens_details or _Details()
-    return PrefillAnswer(None if params == b"null" else params, usage.prompt_tokens, details.cached_tokens)
+    if params == b"null":
+        return PrefillAnswer(None, usage.prompt_tokens, details.cached_tokens)
+    return PrefillAnswer(params, usage.prompt_tokens, details.cached_tokens, _engine_id_of(params))
+
+
+def _engine_id_of(params: bytes) -> str:
+    """What the handle says of the life of its engine. Its other keys are skipped, not read."""
+    try:
+        return _params.decode(params).remote_engine_id or ""
+    except msgspec.ValidationError:  # another connector's: what it means is not known here
+        return ""

@@ -7,11 +7,13 @@ or for who shows the admin key.
 from __future__ import annotations
 
 import hmac
+import time
+from operator import attrgetter
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ConfigError, ConnectFailed, RequestRefused, UpstreamError
+from antiphon.core.errors import ConfigError, RequestRefused, UpstreamError
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import CONTENT_TYPE, RouterMetrics
 from antiphon.protocol import json
@@ -20,11 +22,15 @@ from antiphon.router.engines import Engines
 from antiphon.router.headers import forwarded_headers
 from antiphon.router.refusals import unavailable
 from antiphon.router.token_reports import READ_WAIT_MAX_S, TokenReports
-from antiphon.routing.registry import EndpointRegistry
+from antiphon.routing.endpoint import TIER_DOWN, TIER_WAITING, Cause, Endpoint
+from antiphon.routing.fleet import Fleet
+from antiphon.routing.states import EndpointState
 from antiphon.transport.http.access import is_asked_from_here
 from antiphon.transport.http.client import request_head
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
+
+_TIER = attrgetter("tier")
 
 
 def read_admin_key(path: str | None) -> bytes | None:
@@ -52,14 +58,14 @@ class Admin:
     def __init__(
         self,
         spec: RouterSpec,
-        registry: EndpointRegistry,
+        fleet: Fleet,
         engines: Engines,
         metrics: RouterMetrics,
         receipts: ReceiptRing,
         reports: TokenReports,
     ) -> None:
         self._spec = spec
-        self._registry = registry
+        self._fleet = fleet
         self._engines = engines
         self._metrics = metrics
         self._receipts = receipts
@@ -74,8 +80,8 @@ class Admin:
     def readiness(self, responder: Responder) -> None:
         """200 while each configured pool has a usable engine and the router is not stopping, else 503."""
         pools: dict[str, dict[str, int]] = {
-            role: {"usable": self._registry.num_ready(role), "total": len(pool)}
-            for role, pool in self._registry.pools.items()
+            pool.role: {"usable": len(pool.ready), "total": len(pool.endpoints)}
+            for pool in (self._fleet.prefill, self._fleet.decode)
         }
         reason = None
         if self.is_draining:
@@ -91,17 +97,12 @@ class Admin:
 
     async def models(self, request: HttpRequest, responder: Responder) -> None:
         """``/v1/models`` of the first engine that answers, decode engines first."""
-        for endpoint in [*self._registry.pools["decode"], *self._registry.pools["prefill"]]:
-            if not endpoint.is_usable:
-                continue
+        known = [*self._fleet.decode.endpoints, *self._fleet.prefill.endpoints]
+        for endpoint in sorted(known, key=_TIER):  # those that are down last: they may be back
             pool = self._engines.pool(endpoint)
             head = request_head("GET", request.target, pool.authority, forwarded_headers(request), length=None)
             try:
                 response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
-            except ConnectFailed:
-                if not pool.is_full:  # else it is our own limit
-                    self._registry.connection_refused(endpoint)
-                continue
             except UpstreamError:
                 continue
             if response.status < 500:
@@ -114,10 +115,6 @@ class Admin:
         """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
         self._metrics.active.set(gauges["active"])
         self._metrics.connections.set(gauges["connections"])
-        for endpoint in self._registry.all():
-            self._metrics.engine_state(
-                endpoint.role, endpoint.address, is_up=endpoint.is_usable, num_active=endpoint.num_active
-            )
         responder.send(200, [(b"content-type", CONTENT_TYPE)], self._metrics.text())
 
     async def receipt(self, request: HttpRequest, responder: Responder) -> None:
@@ -143,14 +140,8 @@ class Admin:
     def status(self, responder: Responder, gauges: dict[str, int]) -> None:
         """What the router knows of its engines."""
         engines = [
-            {
-                "role": endpoint.role,
-                "url": endpoint.url,
-                "state": endpoint.state.value,
-                "active_requests": endpoint.num_active,
-                "connections": self._engines.pool(endpoint).statistics(),
-            }
-            for endpoint in self._registry.all()
+            endpoint_row(endpoint) | {"connections": self._engines.pool(endpoint).statistics()}
+            for endpoint in self._fleet.all()
         ]
         answer: dict[str, object] = {"engines": engines, "cache_servers": self._reports.status()}
         _send_json(responder, 200, answer | {"receipts": len(self._receipts), **gauges})
@@ -175,6 +166,36 @@ class Admin:
         if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
             return
         raise RequestRefused("the admin key is missing or wrong", status=401, kind="authentication_error", code="admin")
+
+
+def endpoint_row(endpoint: Endpoint) -> dict[str, object]:
+    """What is known of an endpoint, for people."""
+    wait_s = endpoint.retry_at_s - time.monotonic()
+    return {
+        "role": endpoint.role,
+        "url": endpoint.url,
+        "state": endpoint.state.value,
+        "cause": None if endpoint.cause is Cause.NONE else endpoint.cause.value,
+        "breaker": BREAKER[endpoint.state],
+        "tried_again_in_s": round(wait_s, 3) if wait_s > 0 and endpoint.tier in (TIER_WAITING, TIER_DOWN) else None,
+        "active_requests": endpoint.num_active,
+        "answered": endpoint.num_succeeded,
+        "ejections": endpoint.num_ejections,
+        "failures_in_row": endpoint.num_failures,
+        "engine_id": endpoint.engine_id or None,
+        "lives": endpoint.life + 1,
+    }
+
+
+BREAKER = {
+    EndpointState.UNKNOWN: "half_open",
+    EndpointState.READY: "closed",
+    EndpointState.SUSPECT: "half_open",
+    EndpointState.DOWN: "open",
+    EndpointState.DRAINING: "closed",
+    EndpointState.REMOVED: "closed",
+}
+"""The state of an endpoint in the words of a circuit breaker."""
 
 
 def _wait_s(query: str) -> float:

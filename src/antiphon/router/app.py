@@ -10,11 +10,12 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, RequestRefused
+from antiphon.observe.fleet_metrics import EngineView, FleetMetrics
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.router.admin import Admin
@@ -22,7 +23,8 @@ from antiphon.router.engines import Engines
 from antiphon.router.inference import Inference
 from antiphon.router.refusals import send_refusal
 from antiphon.router.token_reports import TokenReports
-from antiphon.routing.registry import EndpointRegistry
+from antiphon.routing.fleet import Fleet
+from antiphon.routing.options import FleetOptions
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
 
@@ -54,13 +56,14 @@ class Router:
                 "no decode engine is given", field="router.decode", remedy="add --decode http://HOST:PORT"
             )
         self.spec = spec
-        self.registry = EndpointRegistry(spec.prefill, spec.decode)
+        self.fleet = Fleet(dict.fromkeys(spec.prefill), dict.fromkeys(spec.decode), fleet_options(spec))
         self.metrics = RouterMetrics()
+        FleetMetrics(self.metrics.registry, self.fleet.counts, self._engine_views)
         self.receipts = ReceiptRing(spec.receipts_max)
-        self.engines = Engines(spec, self.registry, self.metrics)
+        self.engines = Engines(spec, self.fleet)
         self.reports = TokenReports(spec.cache_servers, spec.connect_timeout_s, self.receipts, self.metrics)
-        self.admin = Admin(spec, self.registry, self.engines, self.metrics, self.receipts, self.reports)
-        self.inference = Inference(spec, self.registry, self.engines, self.metrics, self.receipts)
+        self.admin = Admin(spec, self.fleet, self.engines, self.metrics, self.receipts, self.reports)
+        self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
             body_max_bytes=spec.body_max_bytes,
@@ -78,7 +81,7 @@ class Router:
         Raises:
             OSError: the address cannot be bound.
         """
-        await asyncio.gather(*(self.engines.probe(endpoint) for endpoint in self.registry.all()))
+        await asyncio.gather(*(self.engines.probe(endpoint) for endpoint in self.fleet.all()))
         port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
         self._watch = asyncio.create_task(self.engines.watch())
         self.reports.start()
@@ -94,8 +97,20 @@ class Router:
             self._watch.cancel()
             await asyncio.wait([self._watch])
         await self.reports.stop()
+        self.inference.close()
         self.engines.close()
         return cut
+
+    def _engine_views(self) -> Iterator[EngineView]:
+        for endpoint in self.fleet.all():
+            yield EngineView(
+                endpoint.role,
+                endpoint.address,
+                endpoint.state.value,
+                endpoint.is_usable,
+                endpoint.num_active,
+                endpoint.num_ejections,
+            )
 
     def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
         """Serve one request; returns the work to be run."""
@@ -139,6 +154,11 @@ class Router:
             self.admin.status(responder, gauges)
         else:
             await self.admin.receipt(request, responder)
+
+
+def fleet_options(spec: RouterSpec) -> FleetOptions:
+    """What the spec says of how engines are picked and judged."""
+    return FleetOptions(prefill_policy=spec.policy, decode_policy=spec.policy)
 
 
 async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:

@@ -13,8 +13,9 @@ from antiphon.core.errors import (
     UpstreamLost,
     UpstreamTimeout,
 )
-from antiphon.protocol.openai import JSON, error_body
-from antiphon.routing.registry import Role
+from antiphon.protocol.openai import JSON, KIND_BY_STATUS, error_body
+from antiphon.routing.commands import EndStreamWithError, FailureCode, RespondError
+from antiphon.routing.endpoint import Role
 from antiphon.transport.http.server import Responder
 
 RETRY_AFTER_S = 2
@@ -27,21 +28,40 @@ _KINDS: tuple[tuple[type[UpstreamError], str], ...] = (
 )
 
 
+_WORDS: dict[FailureCode, str] = {
+    "no_prefill_engine": "no prefill engine is available",
+    "no_decode_engine": "no decode engine is available",
+    "own_limit": "the router has too many connections open",
+    "prefill_overloaded": "the prefill engine is overloaded",
+    "prefill_error": "the prefill engine failed with an internal error",
+    "prefill_lost": "the prefill engine failed before it answered",
+    "prefill_bad_answer": "the prefill engine gave an answer that cannot be used",
+    "prefill_timeout": "the prefill engine did not answer in time",
+    "decode_overloaded": "the decode engine is overloaded",
+    "decode_error": "the decode engine failed with an internal error",
+    "decode_lost": "the decode engine failed before it answered",
+    "decode_bad_answer": "the decode engine gave an answer that cannot be used",
+    "decode_timeout": "the decode engine did not answer in time",
+    "handover_timeout": "no decode engine could be reached in time for the hand-over",
+}
+
+
+def refusal_for(command: RespondError) -> RequestRefused:
+    """What the client is told."""
+    return RequestRefused(
+        _WORDS[command.code], status=command.status, kind=KIND_BY_STATUS[command.status], code=command.code
+    )
+
+
+def broken_off(command: EndStreamWithError) -> str:
+    """What a client is told that has a part of its answer."""
+    words = "stopped answering" if command.status == 504 else "failed"
+    return f"the decode engine {words} before the answer was complete"
+
+
 def unavailable(role: Role) -> RequestRefused:
     """No engine of a pool can be reached."""
-    return RequestRefused(
-        f"no {role} engine is available", status=503, kind="service_unavailable", code=f"no_{role}_engine"
-    )
-
-
-def handover_timeout() -> RequestRefused:
-    """No decode engine could be reached while the prefill's KV was certain to be there."""
-    return RequestRefused(
-        "no decode engine could be reached in time for the hand-over",
-        status=504,
-        kind="timeout_error",
-        code="handover_timeout",
-    )
+    return refusal_for(RespondError(503, "no_prefill_engine" if role == "prefill" else "no_decode_engine"))
 
 
 def stopping() -> RequestRefused:
@@ -57,40 +77,13 @@ def kind_of(error: UpstreamError) -> str:
     return "other"
 
 
-def refusal_of(error: UpstreamError, role: Role) -> RequestRefused:
-    """What the client is told when an engine failed before any part of an answer was sent."""
-    if isinstance(error, UpstreamTimeout):
-        return RequestRefused(
-            f"the {role} engine did not answer in time", status=504, kind="timeout_error", code=f"{role}_timeout"
-        )
-    if isinstance(error, UpstreamGarbage):
-        return RequestRefused(
-            f"the {role} engine gave an answer that cannot be used",
-            status=502,
-            kind="upstream_error",
-            code=f"{role}_bad_answer",
-        )
-    return RequestRefused(
-        f"the {role} engine failed before it answered", status=502, kind="upstream_error", code=f"{role}_lost"
-    )
-
-
-def status_refusal(status: int, role: Role) -> RequestRefused:
-    """What the client is told when an engine answered with a 5xx: 503 stays 503, anything else is 502."""
-    if status == 503:
-        return RequestRefused(
-            f"the {role} engine is overloaded", status=503, kind="service_unavailable", code=f"{role}_overloaded"
-        )
-    return RequestRefused(
-        f"the {role} engine failed with an internal error", status=502, kind="upstream_error", code=f"{role}_error"
-    )
-
-
-def send_refusal(responder: Responder, refusal: RequestRefused, lines: bytes = b"") -> None:
+def send_refusal(
+    responder: Responder, refusal: RequestRefused, lines: bytes = b"", retry_after_s: int | None = None
+) -> None:
     """Answer with an OpenAI-shaped error, and further header fields as they are written; 429 and 503 say when to come
     back."""
     body = error_body(refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code, param=refusal.param)
     lines += b"content-type: %b\r\n" % JSON
     if refusal.status in (429, 503):
-        lines += b"retry-after: %d\r\n" % RETRY_AFTER_S
+        lines += b"retry-after: %d\r\n" % (retry_after_s or RETRY_AFTER_S)
     responder.send(refusal.status, lines, body)

@@ -1,212 +1,249 @@
 """Passes a decode engine's answer on to the client, byte for byte.
 
-A stream goes through event by event, each costing one call; the head is held back until the first event, so that an
-engine that fails before it can still be answered with a truthful status. Only whole events are passed on, so that what
-follows a lost engine is an error event that the client can read, then ``[DONE]``. An answer that is not a stream is
-passed on when it is complete. Where vLLM itself ends a stream with an error event, the client gets it as it is, and the
-request counts as failed.
+A stream goes through event by event, each costing one call; the head is held back until the first whole event, so that
+an engine that fails before it can still be answered with a truthful status, or another engine tried. Only whole events
+are passed on, so that what follows a lost engine is an error event that the client can read, then ``[DONE]``. An answer
+that is not a stream is passed on when it is complete. Where vLLM itself ends a stream with an error event, the client
+gets it as it is, and the request counts as failed.
 
-Invariant: the relay ends once, with the engine's answer complete, an error, or the client gone.
+Invariant: the owner hears of one end, unless it cancels; it decides what that means.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import UpstreamError, UpstreamLost, UpstreamTimeout
-from antiphon.observe.receipt import Receipt
+from antiphon.core.errors import ProtocolError, UpstreamError, UpstreamGarbage
+from antiphon.protocol import json
 from antiphon.protocol.body import Buffer
-from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM, JSON, error_events
+from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM
+from antiphon.protocol.usage import HAS_CACHED_TOKENS, with_cached_tokens
 from antiphon.router.headers import answer_lines, returned_lines
 from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
+from antiphon.transport.http.message import HttpResponse
 from antiphon.transport.http.server import Responder
-from antiphon.transport.http.strand import Promise
+
+if TYPE_CHECKING:
+    from antiphon.observe.receipt import Receipt
+    from antiphon.routing.life import Life
 
 _EVENT_MAX_BYTES = 8_388_608
 """An event larger than this is passed on in pieces."""
 
 _END_OF_EVENT = b"\n\n"
-_ERROR_EVENT = _END_OF_EVENT + b'data: {"error"'
+_FIRST_ERROR = b'data: {"error"'
+_ERROR_EVENT = _END_OF_EVENT + _FIRST_ERROR
 
 
-class RelayTimes:
-    """The deadlines of relays, in seconds, read from the spec once: its fields are slow to read."""
+class RelayOwner(Protocol):
+    """The request that an answer belongs to."""
 
-    def __init__(self, spec: RouterSpec) -> None:
-        self.first_token_s = spec.first_token_timeout_s
-        self.idle_s = spec.idle_timeout_s
-        self.abort_grace_s = spec.abort_grace_s
-        self.first_look_s = min(spec.first_token_timeout_s, spec.idle_timeout_s)
+    responder: Responder
+    receipt: Receipt
+    life: Life
+
+    def first_byte(self) -> None:
+        """The first part of the answer is here: from now on the client gets it."""
+
+    def declined(self, response: HttpResponse, status: int) -> None:
+        """The engine answered with an error before any part of an answer."""
+
+    def ended(self, *, is_complete: bool, has_error: bool) -> None:
+        """The answer has ended; has_error: the engine says so itself, in its stream."""
+
+    def lost(self, error: UpstreamError) -> None:
+        """The connection ended before the answer was complete."""
 
 
-class Relay(Promise[None]):
+class Relay:
     """One answer on its way. A :class:`~antiphon.transport.http.client.ResponseSink`.
 
     Args:
-        has_handle: whether the decode request carries a prefill's KV, which must be pulled even if the client leaves.
+        owner: hears of what comes.
+        connection: to the decode engine.
+        cached_tokens: what is to stand in ``usage.prompt_tokens_details.cached_tokens`` where the prompt's KV came from
+            another engine; -1 leaves what the engine says.
     """
 
-    def __init__(
-        self,
-        responder: Responder,
-        connection: HttpClientConnection,
-        times: RelayTimes,
-        receipt: Receipt,
-        *,
-        has_handle: bool,
-    ) -> None:
-        super().__init__()
-        self.status = 0
-        self.is_stream = False
-        self.first_byte_s: float | None = None
-        self.num_pieces = 0
-        self.client_left = False
-        self.left_before_first_byte = False
-        self.has_error_event = False
-        """The engine's stream is complete and says that the answer is not."""
-        self.error: UpstreamError | None = None
-        self._responder = responder
+    status = 0
+    is_stream = False
+    num_pieces = 0
+    is_paused = False
+    is_over = False
+    has_error_first = False
+    """The stream begins with an error event: it is kept, since another engine may do better."""
+
+    def __init__(self, owner: RelayOwner, connection: HttpClientConnection, cached_tokens: int | None) -> None:
+        self._owner = owner
+        self._responder = owner.responder
+        self._life = owner.life
         self._connection = connection
-        self._times = times
-        self._receipt = receipt
-        self._has_handle = has_handle
-        self._timer: asyncio.TimerHandle | None = None
+        self._cached_tokens = cached_tokens
         self._headers: list[tuple[bytes, bytes]] = []
         self._whole: bytes | bytearray = b""
         self._pending: list[bytes] = []
         self._tail = b""
         self._last = self._last_but_one = b""
-        self._is_paused = False
-        self._began_s = self._last_byte_s = time.monotonic()
 
     def start(self, buffers: Sequence[Buffer]) -> None:
-        """Send the request. Awaiting the relay then waits for its end, and never raises an engine's failure; whether it
-        has come to its end or not, :meth:`close` follows."""
+        """Send the request."""
         responder = self._responder
         responder.on_stall, responder.on_resume = self._pause, self._resume
-        self._connection.start(buffers, self, self._times.first_look_s)
+        self._connection.start(buffers, self)
         if responder.is_stalled:  # with what was written before this request
             self._pause()
 
-    def close(self) -> None:
-        """Let go of the client and the connection; a relay that has not ended is cut."""
-        self._responder.on_stall = self._responder.on_resume = None
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self.is_resolved:
+    def cancel(self) -> None:
+        """Cut the connection: nothing more is wanted."""
+        if not self.is_over:
+            self._let_go()
             self._connection.abort()
 
-    def leave(self) -> None:
-        """The client has left: stop, but not before the engine is sure to have admitted a request with a handle."""
-        self.client_left = True
-        self.left_before_first_byte = self.first_byte_s is None
-        held_until = self._began_s + self._times.abort_grace_s
-        if self._has_handle and self.first_byte_s is None and time.monotonic() < held_until:
-            self._arm(held_until - time.monotonic())
-        else:
-            self._stop()
-
     def break_off(self, events: bytes) -> None:
-        """End a stream that is under way with ``events``, after the whole events that have arrived."""
-        self._responder.end(self._whole_events() + events)
+        """End an answer that is under way: a stream with ``events`` after the whole events that have arrived."""
+        self._let_go()
+        if not self.is_stream:
+            self._responder.abort()
+            return
+        rest = self._whole_events()
+        self._responder.end(rest if self._is_done else rest + events)
 
     # -- ResponseSink -----------------------------------------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         self._headers = headers
-        for name, value in headers:
-            if name == b"content-type":
-                self.is_stream = status == 200 and value.startswith(EVENT_STREAM)
+        if status == 200:
+            for name, value in headers:
+                if name == b"content-type":
+                    self.is_stream = value.startswith(EVENT_STREAM)
 
     def on_body(self, data: bytes) -> None:
-        self._last_byte_s = time.monotonic()
-        if self.first_byte_s is None:
-            self.first_byte_s = self._last_byte_s
-            if self.client_left:
-                self._stop()
-                return
-            if self.is_stream:
-                self._start_stream()
-        if not self.is_stream:
-            self._keep(data)
-        else:
+        life = self._life
+        life.last_byte_s = time.monotonic()
+        if life.client_left and self.status == 200:
+            self._owner.first_byte()  # it has admitted the request: nothing more is wanted
+        elif self.is_stream:
             self.num_pieces += 1
             self._pending.append(data)
+        else:
+            self._keep(data)
 
     def on_read_end(self) -> None:
-        if self._pending and not self.client_left:
-            whole = self._whole_events()
-            if whole:
-                self._responder.write(whole)
+        if not self._pending:
+            return
+        whole = self._whole_events()
+        if not whole:
+            return
+        if not self._responder.started and not self._start(whole):
+            return
+        if self._is_done:
+            # What may still come is the end of the framing, which the client need not wait for.
+            connection = self._connection
+            self._finish(whole)
+            connection.finish_alone()
+            self._report_end()
+        else:
+            self._responder.write(whole)
 
     def on_end(self) -> None:
-        # The connection serves other requests from here on: how slowly this client reads does not concern it.
-        self._responder.on_stall = self._responder.on_resume = None
-        if self.client_left:
-            self._end(None)
-        elif self.is_stream:
-            rest = self._whole_events()
-            if self._is_done:
-                self._responder.end(rest)
-                self._end_stream()
-            else:
-                if rest:
-                    self._responder.write(rest)
-                self.on_lost(UpstreamLost("the engine ended its stream without [DONE]"))
-        elif self._responder.started:
-            self._responder.end()
-            self._end(None)
-        elif self.status >= 500 and not self._is_json:
-            self._end(None)  # the caller answers
+        if self.is_stream:
+            self._end_stream()
+        elif self.status >= 400:
+            response = HttpResponse(self.status, self._headers, bytes(self._whole))
+            self._let_go()
+            self._owner.declined(response, self.status)
         else:
-            self.num_pieces = 1
-            self._responder.send(self.status, self._lines(), self._whole)
-            self._end(None)
+            self._end_whole()
 
     def on_lost(self, error: UpstreamError) -> None:
-        if self._responder.started and not self.client_left:
-            if not self.is_stream:
-                self._responder.abort()
-            else:
-                rest = self._whole_events()
-                if self._is_done:  # what is missing is the end of the framing
-                    self._responder.end(rest)
-                    self._end_stream()
-                    return
-                status = 504 if isinstance(error, UpstreamTimeout) else 502
-                words = "the decode engine stopped answering" if status == 504 else "the decode engine failed"
-                self._responder.end(rest + error_events(f"{words} before the answer was complete", status=status))
-        self._end(error)
+        if self.is_stream and self._responder.started and not self._life.client_left:
+            rest = self._whole_events()
+            if self._is_done:  # what is missing is the end of the framing
+                self._finish(rest)
+                self._report_end()
+                return
+            if rest:
+                self._responder.write(rest)
+        self._let_go()
+        self._owner.lost(error)
 
     def on_timeout(self) -> None:
-        self._check()
+        raise AssertionError("no time is given to the exchange: the owner watches it")
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     @property
     def _is_done(self) -> bool:
         """Whether the stream has come to its ``[DONE]``."""
-        return self._responder.started and not self._tail and self._last.endswith(DONE_EVENT)
+        return self._last.endswith(DONE_EVENT) and not self._tail
 
-    @property
-    def _is_json(self) -> bool:
-        return any(name == b"content-type" and value.startswith(JSON) for name, value in self._headers)
+    def _start(self, whole: bytes) -> bool:
+        """Begin the stream with its first whole events; false if that is not to be."""
+        if self.has_error_first or whole.startswith(_FIRST_ERROR):
+            self.has_error_first = True
+            self._whole += whole
+            return False
+        return self._begin()
+
+    def _begin(self) -> bool:
+        self._owner.first_byte()
+        if self.is_over:  # the owner has cancelled
+            return False
+        lines = returned_lines(self._headers) + answer_lines(self._owner.receipt)
+        self._responder.start_stream(self.status, lines)
+        return True
 
     def _end_stream(self) -> None:
+        rest = self._whole_events()
+        if not self._responder.started and not (rest and self._start(rest)):
+            if self.has_error_first:
+                self._decline_stream()
+            elif not self.is_over:
+                self._let_go()
+                self._owner.ended(is_complete=False, has_error=False)
+        elif self._is_done:
+            self._finish(rest)
+            self._report_end()
+        else:
+            if rest:
+                self._responder.write(rest)
+            self._let_go()
+            self._owner.ended(is_complete=False, has_error=False)
+
+    def _finish(self, rest: bytes) -> None:
+        self._let_go()
+        self._responder.end(rest)
+
+    def _report_end(self) -> None:
         """The stream is complete. vLLM writes an error event just before ``[DONE]``."""
-        self.has_error_event = _ERROR_EVENT in _END_OF_EVENT + self._last_but_one + self._last
-        self._end(None)
+        has_error = _ERROR_EVENT in _END_OF_EVENT + self._last_but_one + self._last
+        self._owner.ended(is_complete=True, has_error=has_error)
 
-    def _start_stream(self) -> None:
-        self._responder.start_stream(self.status, self._lines())
+    def _decline_stream(self) -> None:
+        """The whole stream is an error event: as an answer with the status that it names."""
+        text, _, _ = bytes(self._whole).removeprefix(b"data: ").partition(_END_OF_EVENT)
+        status = _status_in(text)
+        self._let_go()
+        self._owner.declined(HttpResponse(status, [(b"content-type", b"application/json")], text), status)
 
-    def _lines(self) -> bytes:
-        """The header fields for the client."""
-        return returned_lines(self._headers) + answer_lines(self._receipt)
+    def _end_whole(self) -> None:
+        """A whole answer is here, or the last piece of one that is too large to keep."""
+        self._let_go()
+        responder = self._responder
+        if responder.started:
+            responder.end()
+        elif not self._life.client_left:
+            self.num_pieces = 1
+            body = self._whole
+            if self._cached_tokens != -1 and HAS_CACHED_TOKENS in body:
+                body = with_cached_tokens(body, self._cached_tokens)
+            receipt = self._owner.receipt
+            receipt.status = self.status
+            responder.send(self.status, returned_lines(self._headers) + answer_lines(receipt), body)
+        self._owner.ended(is_complete=True, has_error=False)
 
     def _whole_events(self) -> bytes:
         """Take what has arrived, up to the end of the last whole event; the rest is kept for later."""
@@ -222,6 +259,8 @@ class Relay(Promise[None]):
             elif len(data) <= _EVENT_MAX_BYTES:
                 data, self._tail = b"", data
         if data:
+            if self._cached_tokens != -1 and HAS_CACHED_TOKENS in data:
+                data = with_cached_tokens(data, self._cached_tokens)
             self._last_but_one, self._last = self._last, data
         return data
 
@@ -237,52 +276,105 @@ class Relay(Promise[None]):
         else:
             self._whole = bytearray(self._whole) + data
         if len(self._whole) > BODY_MAX_BYTES:
-            self._start_stream()
+            self._pass_on_large()
+
+    def _pass_on_large(self) -> None:
+        if self.status >= 400:
+            self._let_go()
+            self._connection.abort()
+            self._owner.lost(UpstreamGarbage(f"the engine's refusal is larger than {BODY_MAX_BYTES} bytes"))
+        elif self._begin():
             self._responder.write(bytes(self._whole))
             self._whole = b""
 
-    def _arm(self, delay_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
-
-    def _check(self) -> None:
-        """A deadline may have passed: the grace after the client left, the first byte, or the gap between two bytes."""
-        if self.is_resolved:
-            return
-        now = time.monotonic()
-        if self.client_left:
-            self._stop()
-            return
-        if self._is_paused:
-            due = now + self._times.idle_s
-        elif self.first_byte_s is None:
-            due = self._began_s + self._times.first_token_s
-        else:
-            due = self._last_byte_s + self._times.idle_s
-        if now < due:
-            # The first byte may come at any time, and from then on the next one is due sooner.
-            self._arm(min(due - now, self._times.idle_s))
-            return
-        self._connection.abort()
-        stage = "first token" if self.first_byte_s is None else "next token"
-        self.on_lost(UpstreamTimeout(f"no {stage} from the decode engine within its deadline"))
-
     def _pause(self) -> None:
-        self._is_paused = True
+        self.is_paused = True
         self._connection.pause()
 
     def _resume(self) -> None:
-        self._is_paused = False
-        self._last_byte_s = time.monotonic()
+        self.is_paused = False
+        self._life.last_byte_s = time.monotonic()
         self._connection.resume()
 
-    def _stop(self) -> None:
-        if not self.is_resolved:  # else the connection may be serving another request
-            self._connection.abort()
-            self._end(None)
+    def _let_go(self) -> None:
+        """The connection may serve other requests from here on: how slowly this client reads does not concern it."""
+        self.is_over = True
+        self._responder.on_stall = self._responder.on_resume = None
 
-    def _end(self, error: UpstreamError | None) -> None:
-        if not self.is_resolved:
-            self.error = error
-            self.resolve(None)
+
+class WholeAnswer:
+    """One answer that is wanted whole, and never passed on. A :class:`~antiphon.transport.http.client.ResponseSink`.
+
+    Args:
+        owner: hears of its end.
+    """
+
+    is_over = False
+    has_head = False
+    status = 0
+
+    def __init__(self, owner: WholeAnswerOwner, connection: HttpClientConnection) -> None:
+        self._owner = owner
+        self._connection = connection
+        self._body: bytes | bytearray = b""
+
+    def start(self, buffers: Sequence[Buffer]) -> None:
+        """Send the request."""
+        self._connection.start(buffers, self)
+
+    def cancel(self) -> None:
+        """Cut the connection: nothing more is wanted."""
+        if not self.is_over:
+            self.is_over = True
+            self._connection.abort()
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.has_head = True
+        self.status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        body = self._body
+        if not body:
+            self._body = data
+        elif isinstance(body, bytearray):
+            body += data
+        else:
+            self._body = bytearray(body) + data
+        if len(self._body) > BODY_MAX_BYTES:
+            self.cancel()
+            self._owner.lost(UpstreamGarbage(f"the engine's answer is larger than {BODY_MAX_BYTES} bytes"))
+
+    def on_read_end(self) -> None:
+        pass
+
+    def on_end(self) -> None:
+        self.is_over = True
+        self._owner.answered(HttpResponse(self.status, self._headers, bytes(self._body)))
+
+    def on_lost(self, error: UpstreamError) -> None:
+        self.is_over = True
+        self._owner.lost(error)
+
+    def on_timeout(self) -> None:
+        raise AssertionError("no time is given to the exchange: the owner watches it")
+
+
+class WholeAnswerOwner(Protocol):
+    """The request that an answer belongs to."""
+
+    def answered(self, response: HttpResponse) -> None:
+        """The answer is complete."""
+
+    def lost(self, error: UpstreamError) -> None:
+        """The connection ended before the answer was complete."""
+
+
+def _status_in(text: bytes) -> int:
+    """The status that an error event names; 500 where it names none."""
+    try:
+        value = json.decode(text)
+    except ProtocolError:
+        return 500
+    error = value.get("error") if isinstance(value, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599 else 500

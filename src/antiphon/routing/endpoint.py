@@ -83,6 +83,10 @@ class Endpoint:
     """Not tried before, while there is a better one."""
     num_failed_probes: int = 0
     num_good_probes: int = 0
+    num_succeeded: int = 0
+    """Requests that it has answered, ever."""
+    num_ejections: int = 0
+    """How often it went from ready to suspect or down, ever."""
     is_leaving: bool = False
     """Removed once its last request has ended."""
 

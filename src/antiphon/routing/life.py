@@ -260,6 +260,15 @@ class Life:
         self.enter(outcome, inf)
         self.out.append(Finish(outcome))
 
+    def cut(self) -> None:
+        """The process gives the request up where it is: counters are given back, and nothing more is commanded."""
+        if self.is_over:
+            return
+        if self.endpoint is not None:
+            self.leave(None)
+        self.finish(_S.CANCELLED)
+        self.out = []
+
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def enter(self, stage: Stage, limit_s: float) -> None:

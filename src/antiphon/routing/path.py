@@ -36,6 +36,7 @@ REASONS = (
     "beam_search",
     "echo",
     "prompt_logprobs",
+    "prefill_fallback",
 )
 
 

@@ -61,6 +61,7 @@ class Pool:
         self._imperfect = 0
         """Endpoints that are unknown, suspect or down: while there are none, picking asks the policy alone."""
         self._on_gone: list[Callable[[Endpoint], None]] = []
+        self._on_changed: list[Callable[[Endpoint, EndpointState], None]] = []
 
     # -- members ----------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,10 @@ class Pool:
     def when_gone(self, action: Callable[[Endpoint], None]) -> None:
         """``action`` is done for each endpoint that is forgotten."""
         self._on_gone.append(action)
+
+    def when_changed(self, action: Callable[[Endpoint, EndpointState], None]) -> None:
+        """``action`` is done for each endpoint whose state has changed, with the state before."""
+        self._on_changed.append(action)
 
     # -- choice -----------------------------------------------------------------------------------------------------
 
@@ -295,6 +300,7 @@ class Pool:
         return min(untried, key=_badness, default=None)
 
     def _succeeded(self, endpoint: Endpoint, trial: int) -> None:
+        endpoint.num_succeeded += 1
         if endpoint.num_failures or endpoint.error_share:
             endpoint.num_failures = 0
             self._count(endpoint, 0.0)
@@ -364,8 +370,17 @@ class Pool:
         endpoint.engine_id = ""
 
     def _enter(self, endpoint: Endpoint, state: EndpointState) -> None:
-        assert_listed(endpoint.state, state)
+        before = endpoint.state
+        assert_listed(before, state)
         endpoint.state = state
+        if before is _S.READY and (state is _S.SUSPECT or state is _S.DOWN):
+            endpoint.num_ejections += 1
+        self._move(endpoint, state)
+        for action in self._on_changed:
+            action(endpoint, before)
+
+    def _move(self, endpoint: Endpoint, state: EndpointState) -> None:
+        """To the tier of its state."""
         old, new = endpoint.tier, TIERS[state]
         if old == new:
             return

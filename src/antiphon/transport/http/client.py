@@ -16,7 +16,15 @@ from typing import Protocol, cast
 
 import httptools
 
-from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
+from antiphon.core.errors import (
+    ConnectFailed,
+    ConnectTimeout,
+    OwnLimit,
+    UpstreamError,
+    UpstreamGarbage,
+    UpstreamLost,
+    UpstreamTimeout,
+)
 from antiphon.protocol.body import Buffer
 from antiphon.transport.http.deadlines import Deadlines
 from antiphon.transport.http.message import Fields, HttpResponse, field_lines
@@ -25,6 +33,9 @@ from antiphon.transport.http.strand import Promise
 _IDLE_REUSE_MAX_S = 2.0
 """A connection idle for longer is not reused: an engine's server closes idle ones after 5 s (uvicorn's default), and a
 request written into a closing connection is lost without anybody knowing whether it ran."""
+
+_REST_TIMEOUT_S = 1.0
+"""How long the end of an answer's framing is waited for where the answer itself is known to be whole."""
 
 _HEAD_MAX_BYTES = 131_072
 
@@ -185,6 +196,22 @@ class HttpClientConnection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
+    def finish_alone(self) -> None:
+        """Whoever made the exchange has its answer whole: what may be missing is the end of its framing. Read that, for
+        a moment, so that the connection can be used again."""
+        if self._sink is None:
+            return
+        self._forget_exchange()
+        if self._is_paused:
+            self.resume()
+        self._sink = _Rest(self)
+        self._deadlines = deadlines = self._pool.deadlines(_REST_TIMEOUT_S)
+        deadlines.add(self)
+
+    def give_back(self) -> None:
+        """It was acquired, and nothing was sent."""
+        self._pool.give_back(self)
+
     def abort(self) -> None:
         """Cut the connection, without a word to the sink: whoever aborts knows."""
         self._forget_exchange()
@@ -226,6 +253,31 @@ class HttpClientConnection(asyncio.Protocol):
             self._transport.abort()
         if sink is not None:
             sink.on_lost(error)
+
+
+class _Rest:
+    """Takes what comes after an answer."""
+
+    def __init__(self, connection: HttpClientConnection) -> None:
+        self._connection = connection
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        pass
+
+    def on_body(self, data: bytes) -> None:
+        self._connection.abort()  # more of an answer that was whole
+
+    def on_read_end(self) -> None:
+        pass
+
+    def on_end(self) -> None:
+        pass
+
+    def on_lost(self, error: UpstreamError) -> None:
+        pass
+
+    def on_timeout(self) -> None:
+        self._connection.abort()
 
 
 class HttpCall(Promise[HttpResponse]):
@@ -349,7 +401,7 @@ class HttpPool:
                     lambda: HttpClientConnection(self), self.host, self.port
                 )
         except TimeoutError:
-            raise ConnectFailed(f"no connection within {self._connect_timeout_s:g} s") from None
+            raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
             kind = OwnLimit if error.errno in _OWN_LIMITS else ConnectFailed
             raise kind(f"no connection: {error.strerror or error}") from error

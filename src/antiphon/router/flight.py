@@ -1,0 +1,493 @@
+"""One inference request in progress: does what its :class:`~antiphon.routing.life.Life` commands, and tells it what
+happens.
+
+Owns the request's connections and what its client is sent. Decides nothing: which engine, whether to try again and what
+the client is told is the life's decision. Bytes pass through: the client's body is spliced, never decoded and encoded
+again, and the decode engine's answer goes back as it comes.
+
+No task and no timer belongs to a request: engines' bytes continue it in place, and one sweep of the router looks at
+all deadlines. Only a new connection is made in a task.
+
+Invariant: a flight resolves once, when its life has finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
+from antiphon.observe.receipt import Receipt
+from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.protocol.body import Body, Buffer
+from antiphon.protocol.handoff import decode_body, drain_fields, prefill_body, read_prefill_answer
+from antiphon.protocol.openai import error_events
+from antiphon.router.engines import Engines
+from antiphon.router.headers import answer_lines, engine_request_id, forwarded_headers
+from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal
+from antiphon.router.relay import Relay, WholeAnswer
+from antiphon.routing.commands import (
+    CancelUpstream,
+    Command,
+    CompleteHandover,
+    ConnectDecode,
+    ConnectPrefill,
+    EndStreamWithError,
+    Finish,
+    PassOn,
+    ProbeDecode,
+    RespondError,
+    SendDecode,
+)
+from antiphon.routing.endpoint import Endpoint
+from antiphon.routing.events import (
+    BytesWritten,
+    ClientLeft,
+    Connected,
+    ConnectRefused,
+    Deadline,
+    DecodeRefused,
+    Event,
+    FirstByte,
+    PrefillAnswered,
+    PrefillHead,
+    Received,
+    StreamEnded,
+    UpstreamLost,
+)
+from antiphon.routing.life import Life
+from antiphon.routing.machine import step
+from antiphon.routing.states import Stage
+from antiphon.transport.http.client import HttpClientConnection
+from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lines
+from antiphon.transport.http.server import Responder
+from antiphon.transport.http.strand import Promise
+
+log = logging.getLogger("antiphon.router")
+
+_STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
+_WORDS = {stage: stage.value for stage in Stage}
+"""Enum's ``value`` is a call into Python."""
+
+_JOIN_MAX_BYTES = 65_536
+"""A request up to this size is written as one piece, which costs less than several."""
+
+_FROM_THE_ENGINE = -1
+
+Connecting = ProbeDecode | ConnectPrefill | ConnectDecode
+
+
+@dataclass(slots=True)
+class Desk:
+    """What the flights of a router share."""
+
+    engines: Engines
+    metrics: RouterMetrics
+    is_tagged: bool
+    logs_access: bool
+    flights: set[Flight] = field(default_factory=set)
+    clock: Callable[[], float] = time.monotonic  # uvloop's own clock counts whole milliseconds
+    chance: Callable[[], float] = random.random
+
+
+class Flight(Promise[None]):
+    """One request in progress; await its end.
+
+    Args:
+        desk: shared.
+        request: complete.
+        responder: to its client.
+        receipt: to be filled in.
+    """
+
+    life: Life
+    body: Body
+    connection: HttpClientConnection | None = None
+    exchange: Relay | WholeAnswer | None = None
+    relay: Relay | None = None
+    """The answer that the client gets, or got a part of."""
+    refusal: HttpResponse | None = None
+    """An engine's own."""
+    connecting: asyncio.Task[None] | None = None
+    sent_s = 0.0
+    """When the prefill request was sent."""
+    handed_over_s = 0.0
+    """When its answer was here."""
+    params: bytes | None = None
+    left_before_first_byte = False
+    is_pulled = False
+    """By a request whose answer nobody wanted."""
+
+    def __init__(self, desk: Desk, request: HttpRequest, responder: Responder, receipt: Receipt) -> None:
+        Promise.__init__(self)
+        self.desk = desk
+        self.request = request
+        self.responder = responder
+        self.receipt = receipt
+        self.forwarded = field_lines(forwarded_headers(request))
+        self.began_s = desk.clock()
+
+    def begin(self, life: Life, body: Body) -> None:
+        """The request is valid: serve it. Await the flight then."""
+        self.life = life
+        self.body = body
+        self.desk.flights.add(self)
+        responder = self.responder
+        responder.on_disconnect = self.client_left
+        if responder.is_disconnected:  # before this began
+            self.client_left()
+        else:
+            self.tell(Received())
+
+    def refuse(self, refusal: RequestRefused) -> None:
+        """The request is not valid: that is the answer. Instead of :meth:`begin`."""
+        self.receipt.error = refusal.message
+        self.receipt.status = refusal.status
+        if not self.responder.is_disconnected:
+            send_refusal(self.responder, refusal, answer_lines(self.receipt))
+        self._close(Stage.FAILED)
+
+    def cut(self, refusal: RequestRefused) -> None:
+        """The router stops: tell the client, and let go of everything."""
+        if self.is_resolved:
+            return
+        self.receipt.error = self.receipt.error or refusal.message
+        self._cancel_upstream()
+        if not self.life.client_left and not self.responder.finished:
+            if not self.responder.started:
+                self.receipt.status = refusal.status
+                send_refusal(self.responder, refusal, answer_lines(self.receipt))
+            elif self.relay is not None:
+                self.relay.break_off(error_events(refusal.message, status=refusal.status))
+        outcome = _CANCELLED if self.life.client_left else Stage.FAILED
+        self.life.cut()
+        self._close(outcome)
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def tell(self, event: Event) -> None:
+        """Tell the life of an event, and do what it commands."""
+        desk = self.desk
+        try:
+            for command in step(self.life, event, desk.clock(), desk.chance()):
+                _DO[type(command)](self, command)
+        except Exception as error:  # supervised: a bug ends this request, and no other; the server logs and answers it
+            self._broken(error)
+
+    def late(self) -> None:
+        """The life's deadline has passed."""
+        life, relay = self.life, self.relay
+        if relay is not None and relay.is_paused:
+            life.last_byte_s = self.desk.clock()  # it is the client that is slow
+        endpoint, stage = life.endpoint, life.stage
+        if endpoint is not None and not life.client_left and (relay is None or not relay.is_paused):
+            due_s = life.last_byte_s + life.options.idle_s if stage is _STREAMING else 0.0
+            if self.desk.clock() >= due_s:
+                is_connecting = self.connecting is not None
+                self._engine_error(endpoint, "connect" if is_connecting else "timeout")
+        self.tell(Deadline())
+
+    def client_left(self) -> None:
+        """Called by the edge when the client closes its connection before its answer is complete."""
+        life = self.life
+        if life.is_over:
+            return
+        exchange = self.exchange
+        self.desk.metrics.disconnected(_WORDS[life.stage])
+        self.left_before_first_byte = life.stage is not _STREAMING
+        if isinstance(exchange, WholeAnswer) and exchange.has_head and exchange.status == 200:
+            self.tell(PrefillHead(life.attempt))  # the prefill has ended and holds blocks: they are handed over
+        self.tell(ClientLeft())
+
+    def answered(self, response: HttpResponse) -> None:
+        """A prefill engine has answered, or a decode engine whose answer nobody wants."""
+        life, receipt, desk = self.life, self.receipt, self.desk
+        endpoint, attempt, status = life.endpoint, life.attempt, response.status
+        assert endpoint is not None
+        if endpoint.role == "decode":
+            self.is_pulled = status == 200
+            self.tell(StreamEnded(attempt) if self.is_pulled else DecodeRefused(attempt, status))
+            return
+        now_s = self.handed_over_s = desk.clock()
+        seconds = now_s - self.sent_s
+        receipt.prefill_ms = seconds * 1000
+        desk.metrics.prefill_seconds.observe(seconds)
+        if status != 200:
+            self._refused(endpoint, response)
+            self.tell(PrefillAnswered(attempt, status, retry_after_s=_retry_after_s(response)))
+            return
+        try:
+            answer = read_prefill_answer(response.body)
+        except ProtocolError as error:
+            self.lost(UpstreamGarbage(error.message))
+            return
+        receipt.prompt_tokens, receipt.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        self.params = params = answer.kv_transfer_params
+        if params is None:
+            # Right, but not what was asked for: it shows in the header, the receipt and the metric.
+            receipt.reason = "no_handle"
+            receipt.error = "the prefill engine returned no kv_transfer_params: the decode engine computed the prompt"
+        else:
+            receipt.error = None
+            receipt.reason = "default"
+        desk.metrics.paths.count("pd", receipt.reason)
+        self.tell(PrefillAnswered(attempt, 200, params, answer.engine_id))
+
+    def first_byte(self) -> None:
+        """The first part of the answer is here: from now on the client gets it."""
+        life, receipt = self.life, self.receipt
+        self.tell(FirstByte(life.attempt))
+        if life.stage is not _STREAMING:
+            return
+        relay = self.relay
+        assert relay is not None
+        receipt.status = relay.status
+        if relay.is_stream:
+            first_s, metrics = life.last_byte_s, self.desk.metrics
+            receipt.first_token_ms = (first_s - self.began_s) * 1000
+            metrics.time_to_first_token_seconds.observe(first_s - self.began_s)
+            if self.handed_over_s:
+                receipt.handover_ms = (first_s - self.handed_over_s) * 1000
+                metrics.handover_seconds.observe(first_s - self.handed_over_s)
+
+    def declined(self, response: HttpResponse, status: int) -> None:
+        """A decode engine answered with an error before any part of an answer."""
+        endpoint = self.life.endpoint
+        assert endpoint is not None
+        self._refused(endpoint, response)
+        self.tell(DecodeRefused(self.life.attempt, status, _retry_after_s(response)))
+
+    def ended(self, *, is_complete: bool, has_error: bool) -> None:
+        """The decode engine's answer has ended."""
+        life = self.life
+        endpoint = life.endpoint
+        assert endpoint is not None
+        if not is_complete:
+            self._engine_error(endpoint, "lost")
+            self.receipt.error = "the decode engine ended its stream without [DONE]"
+        elif has_error:
+            self._engine_error(endpoint, "status")
+            self.receipt.error = "the decode engine ended its stream with an error event"
+        self.tell(StreamEnded(life.attempt, is_complete, has_error))
+
+    def lost(self, error: UpstreamError) -> None:
+        """The engine's connection ended before the answer was complete."""
+        endpoint = self.life.endpoint
+        assert endpoint is not None
+        self.receipt.error = error.message
+        self._engine_error(endpoint, kind_of(error))
+        self.tell(UpstreamLost(self.life.attempt, isinstance(error, UpstreamGarbage)))
+
+    # -- what is commanded ------------------------------------------------------------------------------------------
+
+    def _connect(self, command: Connecting) -> None:
+        """An idle connection is used in place; a new one is made in a task."""
+        self.exchange = None
+        pool = self.desk.engines.pool(command.endpoint)
+        connection = pool.acquire_nowait()
+        if connection is None:
+            self.connection = None
+            self.connecting = asyncio.get_running_loop().create_task(self._make_connection(command))
+        else:
+            self._connected(command, connection)
+
+    async def _make_connection(self, command: Connecting) -> None:
+        try:
+            connection = await self.desk.engines.pool(command.endpoint).acquire()
+        except ConnectFailed as error:
+            self.connecting = None
+            self.receipt.error = error.message
+            self._engine_error(command.endpoint, "connect")
+            self.tell(ConnectRefused(command.attempt, isinstance(error, OwnLimit)))
+        else:
+            self.connecting = None
+            self._connected(command, connection)
+
+    def _connected(self, command: Connecting, connection: HttpClientConnection) -> None:
+        if type(command) is ConnectPrefill:
+            self.connection = connection
+            self.tell(Connected(command.attempt))
+            self._send_prefill(command, connection)
+        elif type(command) is ProbeDecode:
+            self.desk.engines.pool(command.endpoint).give_back(connection)
+            self.tell(Connected(command.attempt))
+        else:
+            self.connection = connection
+            self.tell(Connected(command.attempt))
+
+    def _send_prefill(self, command: ConnectPrefill, connection: HttpClientConnection) -> None:
+        desk, receipt, endpoint = self.desk, self.receipt, command.endpoint
+        receipt.prefill = address = endpoint.address
+        request_id = engine_request_id(command.request_id, address, None, tagged=desk.is_tagged)
+        buffers = self._buffers(endpoint, request_id, prefill_body(self.body))
+        desk.metrics.engine_requests.count("prefill", address)
+        self.sent_s = desk.clock()
+        self.exchange = exchange = WholeAnswer(self, connection)
+        exchange.start(buffers)
+        self.tell(BytesWritten(command.attempt))
+
+    def _send_decode(self, command: SendDecode) -> None:
+        connection, handle, receipt = self.connection, command.handle, self.receipt
+        assert connection is not None
+        if handle is not None:
+            params = handle.value
+            assert isinstance(params, bytes)
+            pieces, cached_tokens = decode_body(self.body, params), receipt.cached_tokens
+        else:
+            pieces, cached_tokens = [self.request.body], _FROM_THE_ENGINE
+            if receipt.path == "pd" and self.life.path == "local":
+                receipt.path, receipt.reason = "local", "prefill_fallback"
+                self.desk.metrics.paths.count("local", "prefill_fallback")
+        request_id = self._decode_id(command.endpoint, command.request_id)
+        receipt.engine_request_id = request_id
+        self.exchange = self.relay = relay = Relay(self, connection, cached_tokens)
+        self.desk.metrics.engine_requests.count("decode", command.endpoint.address)
+        relay.start(self._buffers(command.endpoint, request_id, pieces))
+        self.tell(BytesWritten(command.attempt))
+
+    def _complete_handover(self, command: CompleteHandover) -> None:
+        """Let a decode engine pull the KV, so that it is freed: nobody wants the answer.
+
+        Where an engine pulled it before, this one reads other data: the salt keeps that from ever being found again.
+        """
+        connection, params, endpoint = self.connection, command.handle.value, command.endpoint
+        assert connection is not None and isinstance(params, bytes)
+        fields = drain_fields(self.body, params)
+        if command.is_salted:
+            fields["cache_salt"] = b'"antiphon-free-%b"' % self.receipt.id.encode()
+            request_id = f"free-{command.request_id}"
+        else:
+            request_id = self._decode_id(endpoint, command.request_id)
+        self.desk.metrics.engine_requests.count("decode", endpoint.address)
+        self.exchange = exchange = WholeAnswer(self, connection)
+        exchange.start(self._buffers(endpoint, request_id, self.body.splice(fields)))
+        self.tell(BytesWritten(command.attempt))
+
+    def _cancel(self, command: CancelUpstream) -> None:
+        self._cancel_upstream()
+
+    def _pass_on(self, command: PassOn) -> None:
+        """An engine's own refusal of a request is the client's answer."""
+        refusal, receipt = self.refusal, self.receipt
+        assert refusal is not None
+        receipt.status = refusal.status
+        passed_on = [field for field in refusal.headers if field[0] in (b"content-type", b"retry-after")]
+        lines = answer_lines(receipt) + field_lines(passed_on)
+        self.responder.on_disconnect = None
+        self.responder.send(refusal.status, lines, refusal.body)
+
+    def _respond_error(self, command: RespondError) -> None:
+        refusal = refusal_for(command)
+        self.receipt.error = self.receipt.error or refusal.message
+        self.receipt.status = refusal.status
+        self.responder.on_disconnect = None
+        send_refusal(self.responder, refusal, answer_lines(self.receipt), command.retry_after_s)
+
+    def _end_stream_with_error(self, command: EndStreamWithError) -> None:
+        message = broken_off(command)
+        self.receipt.error = self.receipt.error or message
+        self.desk.metrics.truncations.inc()
+        assert self.relay is not None
+        self.responder.on_disconnect = None
+        self.relay.break_off(error_events(message, status=command.status))
+
+    def _finish(self, command: Finish) -> None:
+        if self.left_before_first_byte and self.life.handle is not None and (self.is_pulled or self.relay is not None):
+            self.desk.metrics.handovers_after_disconnect.inc()
+        self._close(command.outcome)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _cancel_upstream(self) -> None:
+        """Whatever is under way: a connection that is being made, an answer, or a connection with nothing sent."""
+        connecting, exchange, connection = self.connecting, self.exchange, self.connection
+        if connecting is not None:
+            self.connecting = None
+            connecting.cancel()
+        elif exchange is not None:
+            exchange.cancel()
+        elif connection is not None:
+            connection.give_back()
+        self.exchange = self.connection = None
+
+    def _decode_id(self, endpoint: Endpoint, request_id: str) -> str:
+        receipt = self.receipt
+        receipt.decode = endpoint.address
+        prefill = receipt.prefill if self.life.handle is not None or receipt.path == "pd" else None
+        return engine_request_id(request_id, prefill, endpoint.address, tagged=self.desk.is_tagged)
+
+    def _buffers(self, endpoint: Endpoint, request_id: str, pieces: Sequence[Buffer]) -> list[Buffer]:
+        """A request to an engine: its head and the pieces of its body, as few as is cheap."""
+        length = sum(map(len, pieces))
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            self.request.target.encode("latin-1"),
+            endpoint.address.encode("latin-1"),
+            self.forwarded,
+            request_id.encode("latin-1"),
+            length,
+        )
+        return [b"".join([head, *pieces])] if length <= _JOIN_MAX_BYTES else [head, *pieces]
+
+    def _refused(self, endpoint: Endpoint, response: HttpResponse) -> None:
+        self.refusal = response
+        self.receipt.error = f"the {endpoint.role} engine answered with {response.status}"
+        if response.status >= 500:
+            self._engine_error(endpoint, "status")
+
+    def _engine_error(self, endpoint: Endpoint, kind: str) -> None:
+        self.desk.metrics.engine_error(endpoint.role, endpoint.address, kind)
+
+    def _broken(self, error: Exception) -> None:
+        """Let go of everything; whoever awaits the flight gets the error."""
+        if self.is_resolved:
+            raise error
+        self._cancel_upstream()
+        self.life.cut()
+        self._close(Stage.FAILED, error)
+
+    def _close(self, outcome: Stage, error: Exception | None = None) -> None:
+        """The one place where a request ends."""
+        desk, receipt = self.desk, self.receipt
+        seconds = desk.clock() - self.began_s
+        desk.flights.discard(self)
+        self.responder.on_disconnect = None
+        receipt.outcome = word = _WORDS[outcome]
+        receipt.total_ms = seconds * 1000
+        if outcome is _CANCELLED:
+            receipt.status = None
+        if self.relay is not None:
+            receipt.num_events = self.relay.num_pieces
+        self.exchange = self.relay = None  # each knows the other: the collector is not to find them
+        metrics = desk.metrics
+        metrics.requests.count(receipt.route, receipt.path or "none", word, receipt.status or 0)
+        metrics.request_seconds.observe(seconds)
+        if desk.logs_access:
+            log.info("%s", receipt.as_dict())
+        if error is None:
+            self.resolve(None)
+        else:
+            self.fail(error)
+
+
+def _retry_after_s(response: HttpResponse) -> int | None:
+    text = response.header(b"retry-after")
+    return int(text) if text is not None and text.isdigit() and len(text) < 6 else None
+
+
+_DO: dict[type[Command], Callable[[Flight, Any], None]] = {
+    ProbeDecode: Flight._connect,
+    ConnectPrefill: Flight._connect,
+    ConnectDecode: Flight._connect,
+    SendDecode: Flight._send_decode,
+    CompleteHandover: Flight._complete_handover,
+    CancelUpstream: Flight._cancel,
+    PassOn: Flight._pass_on,
+    RespondError: Flight._respond_error,
+    EndStreamWithError: Flight._end_stream_with_error,
+    Finish: Flight._finish,
+}
