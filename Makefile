@@ -51,6 +51,7 @@ real: install-dev  ## tests with real vLLM engines (minutes)
 
 soak: install-dev  ## SEEDS (10000) simulated seeds of the cache, MINUTES (20) of mixed traffic, the benches
 	@$(ANTIPHON) sim cache --seeds $(SEEDS) --validate-every 4
+	@$(ANTIPHON) sim routing --seeds $(SEEDS) --validate-every 4
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
 	@$(ANTIPHON) bench cache
 

@@ -276,7 +276,8 @@ def test_decode_engine_that_kills_itself_while_it_answers(
         assert (error["error"]["code"], done) == (502, "[DONE]")
         assert len(events) <= after_events
     else:
-        assert (answer.status, answer.error["code"]) == (502, "decode_lost")
+        # A fresh prefill was made for it, and by then no decode engine was left.
+        assert (answer.status, answer.error["code"]) in ((503, "no_decode_engine"), (502, "decode_lost"))
     assert router.receipt(answer)["outcome"] == "failed"
     assert decode.process.wait(10) == -signal.SIGKILL
     again(start_engine, decode)

@@ -37,6 +37,9 @@ EngineUrl = Annotated[str, AfterValidator(_engine_url)]
 AdminUrl = Annotated[str, AfterValidator(_admin_url)]
 
 
+Policy = Literal["round_robin", "random", "least_load", "power_of_two", "consistent_hash"]
+
+
 class RouterSpec(SpecModel):
     """The ``router:`` section, and the command line of ``antiphon router``."""
 
@@ -54,9 +57,59 @@ class RouterSpec(SpecModel):
         "alone, since in "
         "a deployment others must know it.",
     )
-    policy: Literal["round_robin"] = Field(
+    policy: Policy = Field(
         default="round_robin",
-        description="How an engine of a pool is picked: round_robin, for prefill and decode independently.",
+        description="How an engine of a pool is picked, for prefill and decode independently. Loads are this router's "
+        "own counts; consistent_hash goes by the x-session-id header, else user, else the prompt's beginning.",
+    )
+    prefill_policy: Policy | None = Field(
+        default=None, description="The policy of the prefill pool alone; without it that of policy."
+    )
+    decode_policy: Policy | None = Field(
+        default=None, description="The policy of the decode pool alone; without it that of policy."
+    )
+    prefill_fallback: Literal["fail", "local"] = Field(
+        default="fail",
+        description="When no prefill engine is left for a request: fail tells the client; local lets a decode engine "
+        "prefill, which slows its other requests.",
+    )
+    retry_share: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Retries allowed for each request, 0 to 1, saved up to 1000: a pool that fails gets at most this "
+        "much more load.",
+    )
+    retry_floor: float = Field(
+        default=32.0,
+        ge=0,
+        le=1000,
+        description="Retries allowed however few requests there are, 0 to 1000; they come back at one a second.",
+    )
+    health_failures_max: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        description="Health checks that fail in a row before an engine is down, 1 to 100; busy is slow, not dead.",
+    )
+    request_failures_max: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        description="Requests that fail in a row before an engine is suspect and tried by one request at a time, 1 to "
+        "100.",
+    )
+    probe_wait_min_s: float = Field(
+        default=0.5,
+        gt=0,
+        le=60,
+        description="Seconds that a failed engine is left alone, 0 to 60; doubled with each failed try.",
+    )
+    probe_wait_max_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="The most seconds that a failed engine is left alone, 0 to 3600.",
     )
     prefill: list[EngineUrl] = Field(
         default_factory=list,

@@ -158,7 +158,16 @@ class Router:
 
 def fleet_options(spec: RouterSpec) -> FleetOptions:
     """What the spec says of how engines are picked and judged."""
-    return FleetOptions(prefill_policy=spec.policy, decode_policy=spec.policy)
+    return FleetOptions(
+        prefill_policy=spec.prefill_policy or spec.policy,
+        decode_policy=spec.decode_policy or spec.policy,
+        failed_probes_max=spec.health_failures_max,
+        failures_max=spec.request_failures_max,
+        open_min_s=spec.probe_wait_min_s,
+        open_max_s=max(spec.probe_wait_min_s, spec.probe_wait_max_s),
+        retry_share=spec.retry_share,
+        retry_floor=spec.retry_floor,
+    )
 
 
 async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:

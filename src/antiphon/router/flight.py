@@ -190,6 +190,7 @@ class Flight(Promise[None]):
             if self.desk.clock() >= due_s:
                 is_connecting = self.connecting is not None
                 self._engine_error(endpoint, "connect" if is_connecting else "timeout")
+        self._say_written()
         self.tell(Deadline())
 
     def client_left(self) -> None:
@@ -202,6 +203,7 @@ class Flight(Promise[None]):
         self.left_before_first_byte = life.stage is not _STREAMING
         if isinstance(exchange, WholeAnswer) and exchange.has_head and exchange.status == 200:
             self.tell(PrefillHead(life.attempt))  # the prefill has ended and holds blocks: they are handed over
+        self._say_written()
         self.tell(ClientLeft())
 
     def answered(self, response: HttpResponse) -> None:
@@ -281,6 +283,7 @@ class Flight(Promise[None]):
         assert endpoint is not None
         self.receipt.error = error.message
         self._engine_error(endpoint, kind_of(error))
+        self._say_written()
         self.tell(UpstreamLost(self.life.attempt, isinstance(error, UpstreamGarbage)))
 
     # -- what is commanded ------------------------------------------------------------------------------------------
@@ -329,7 +332,6 @@ class Flight(Promise[None]):
         self.sent_s = desk.clock()
         self.exchange = exchange = WholeAnswer(self, connection)
         exchange.start(buffers)
-        self.tell(BytesWritten(command.attempt))
 
     def _send_decode(self, command: SendDecode) -> None:
         connection, handle, receipt = self.connection, command.handle, self.receipt
@@ -348,7 +350,6 @@ class Flight(Promise[None]):
         self.exchange = self.relay = relay = Relay(self, connection, cached_tokens)
         self.desk.metrics.engine_requests.count("decode", command.endpoint.address)
         relay.start(self._buffers(command.endpoint, request_id, pieces))
-        self.tell(BytesWritten(command.attempt))
 
     def _complete_handover(self, command: CompleteHandover) -> None:
         """Let a decode engine pull the KV, so that it is freed: nobody wants the answer.
@@ -366,7 +367,6 @@ class Flight(Promise[None]):
         self.desk.metrics.engine_requests.count("decode", endpoint.address)
         self.exchange = exchange = WholeAnswer(self, connection)
         exchange.start(self._buffers(endpoint, request_id, self.body.splice(fields)))
-        self.tell(BytesWritten(command.attempt))
 
     def _cancel(self, command: CancelUpstream) -> None:
         self._cancel_upstream()
@@ -402,6 +402,11 @@ class Flight(Promise[None]):
         self._close(command.outcome)
 
     # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _say_written(self) -> None:
+        """Said before what makes a difference to it alone: an answer says so itself."""
+        if self.exchange is not None:
+            self.tell(BytesWritten(self.life.attempt))
 
     def _cancel_upstream(self) -> None:
         """Whatever is under way: a connection that is being made, an answer, or a connection with nothing sent."""

@@ -144,6 +144,7 @@ def life_options(spec: RouterSpec) -> LifeOptions:
         first_token_s=spec.first_token_timeout_s,
         idle_s=spec.idle_timeout_s,
         abort_grace_s=spec.abort_grace_s,
+        prefill_fallback=spec.prefill_fallback,
     )
 
 
