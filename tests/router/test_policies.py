@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.router.scripted import ask, engine, prefills, routing, streams
+from tests.router.scripted import Seen, Wire, ask, engine, prefills, routing, streams
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two", "consistent_hash"])
@@ -33,3 +33,16 @@ async def test_decode_prefills_where_that_is_allowed_and_no_prefill_engine_is_le
         reply = await ask(router)
         assert (reply.status, reply.headers["x-antiphon-path"]) == (200, "local")
         assert reply.headers["x-antiphon-reason"] == "prefill_fallback"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/rerank", "/score", "/v1/messages/count_tokens"])
+async def test_single_stage_route_goes_to_one_decode_engine_once(path: str) -> None:
+    async def answers(_: Seen, wire: Wire) -> None:
+        wire.whole(b'{"count":3}')
+
+    async with engine(prefills) as p, engine(answers) as d, engine(answers) as e, routing([p], [d, e]) as router:
+        reply = await ask(router, path, stream=False)
+        assert (reply.status, reply.body) == (200, b'{"count":3}')
+        assert reply.headers["x-antiphon-reason"] == "single_stage"
+        (seen,) = [*d.seen, *e.seen]
+        assert (seen.path, p.seen) == (path, [])

@@ -33,7 +33,22 @@ log = logging.getLogger("antiphon.router")
 SPLIT_ROUTES = frozenset(("/v1/completions", "/v1/chat/completions"))
 """Routes that go through prefill and decode."""
 
-SINGLE_STAGE_ROUTES = frozenset(("/v1/embeddings", "/tokenize", "/detokenize"))
+SINGLE_STAGE_ROUTES = frozenset(
+    (
+        "/v1/embeddings",
+        "/v2/embed",
+        "/pooling",
+        "/classify",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+    )
+)
 """Routes that one decode engine serves alone."""
 
 _OPEN_GETS = frozenset(("/health", "/liveness", "/readiness", "/v1/models"))
