@@ -11,10 +11,14 @@ from tests.router.scripted import Seen, Wire, ask, engine, prefills, routing, st
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "least_load", "power_of_two", "consistent_hash"])
 async def test_every_policy_serves(policy: str) -> None:
-    async with engine(prefills) as p, engine(streams) as d, engine(streams) as e:
-        async with routing([p], [d, e], policy=policy) as router:
-            assert [(await ask(router)).status for _ in range(4)] == [200] * 4
-            assert len(d.seen) + len(e.seen) == 4
+    async with (
+        engine(prefills) as p,
+        engine(streams) as d,
+        engine(streams) as e,
+        routing([p], [d, e], policy=policy) as router,
+    ):
+        assert [(await ask(router)).status for _ in range(4)] == [200] * 4
+        assert len(d.seen) + len(e.seen) == 4
 
 
 async def test_policies_of_the_pools_are_independent() -> None:
