@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 MINUTES ?= 20
 SEEDS ?= 10000
+ABORTS ?= 10000
 
 VENV := $(CURDIR)/.venv
 ANTIPHON := "$(VENV)/bin/antiphon"
@@ -49,9 +50,10 @@ process: install-dev  ## tests with real processes and simulated engines (a minu
 real: install-dev  ## tests with real vLLM engines (minutes)
 	@$(TEST) --only real $(ARGS)
 
-soak: install-dev  ## SEEDS (10000) simulated seeds of the cache, MINUTES (20) of mixed traffic, the benches
+soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the router, MINUTES (20) of traffic, the benches
 	@$(ANTIPHON) sim cache --seeds $(SEEDS) --validate-every 4
 	@$(ANTIPHON) sim routing --seeds $(SEEDS) --validate-every 4
+	@ANTIPHON_NUM_ABORTS=$(ABORTS) "$(VENV)/bin/python" -m pytest -q -s tests/process/test_abort_storm.py
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
 	@$(ANTIPHON) bench cache
 

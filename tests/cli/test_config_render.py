@@ -50,7 +50,9 @@ def test_a_shell_gives_each_process_what_the_plan_says(in_folder: Path, die_with
     tell = in_folder / "tell"
     tell.write_text('#!/bin/sh\nenv -0 > "$OUT.env"; printf "%s\\0" "$@" > "$OUT.argv"\n')
     tell.chmod(tell.stat().st_mode | stat.S_IXUSR)
-    sets = ["--set", f"engine.python={tell}", "--only", "prefill-0"]
+    (in_folder / "worker key").write_text("# of the engines\n  sk-'w\"1  \n")
+    key_file = in_folder / "worker key"
+    sets = ["--set", f"engine.python={tell}", "--only", "prefill-0", "--set", f"router.worker_api_key_file={key_file}"]
     (plan,) = processes(*sets)
     text = invoke(*sets).stdout
     base = {"PATH": "/usr/bin:/bin", "OUT": str(in_folder / "out"), "VLLM_CPU_KVCACHE_SPACE": "4"}
@@ -65,6 +67,8 @@ def test_a_shell_gives_each_process_what_the_plan_says(in_folder: Path, die_with
     assert plan["env"].items() <= env.items()
     assert env["ODD"] == "a b'c$d\\e"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
+    assert (plan["env_files"], env["VLLM_API_KEY"]) == ({"VLLM_API_KEY": str(key_file)}, "sk-'w\"1")
+    assert "sk-" not in text
 
 
 def test_each_process_is_headed_by_where_it_runs() -> None:

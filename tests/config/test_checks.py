@@ -207,6 +207,7 @@ def test_only_a_word_publishes_the_router() -> None:
     public = {"engine.kind": "simulated", "router.host": "0.0.0.0"}
     assert fields(public) == ["router.host"]
     assert fields(public | {"router.public_without_key": True}) == []
+    assert fields(public | {"router.api_key_file": "/etc/keys"}) == []
     # The key is for the admin routes; inference would be open all the same.
     assert fields(public | {"router.admin_key_file": "/etc/key"}) == ["router.host"]
 
@@ -227,6 +228,14 @@ def test_a_router_elsewhere_cannot_reach_loopback() -> None:
         ({"supervisor.stop_grace_s": 6, "router.drain_timeout_s": 5.9}, [], 5.9),
         ({"supervisor.stop_grace_s": 6, "router.drain_timeout_s": 6}, ["router.drain_timeout_s"], 6.0),
         ({"supervisor.stop_grace_s": 0, "router.drain_timeout_s": 0}, [], 0.0),
+        ({"supervisor.stop_grace_s": 10, "router.stop_notice_s": 4}, [], 4.0),
+        ({"supervisor.stop_grace_s": 10, "router.stop_notice_s": 5, "router.drain_timeout_s": 4.9}, [], 4.9),
+        (
+            {"supervisor.stop_grace_s": 10, "router.stop_notice_s": 5, "router.drain_timeout_s": 5},
+            ["router.drain_timeout_s"],
+            5.0,
+        ),
+        ({"supervisor.stop_grace_s": 10, "router.stop_notice_s": 10}, ["router.stop_notice_s"], 0.0),
         ({"supervisor.stop_grace_s": 0, "router.drain_timeout_s": 1}, ["router.drain_timeout_s"], 1.0),
     ],
 )

@@ -246,6 +246,18 @@ def test_router_knobs_that_are_not_defaults_follow() -> None:
     assert argv.base_url == "http://10.0.0.1:30000"
 
 
+def test_key_files_go_to_those_who_read_them() -> None:
+    keys = {"api_key_file": "/k/clients", "worker_api_key_file": "~/worker", "admin_key_file": "/k/admin"}
+    sets = {"engine.device": "cpu"} | {f"router.{name}": path for name, path in keys.items()}
+    plans = plans_of(sets | {"decode.env": {"VLLM_API_KEY": "own"}})
+    router = flags(plans["router"])
+    assert [router[f"--{name.replace('_', '-')}"] for name in keys] == [[path] for path in keys.values()]
+    assert plans["prefill-0"].env_files == {"VLLM_API_KEY": str(Path("~/worker").expanduser())}
+    assert (plans["decode-0"].env_files, plans["decode-0"].env["VLLM_API_KEY"]) == ({}, "own")
+    assert plans["router"].env_files == {}
+    assert plans_of({"engine.device": "cpu"})["prefill-0"].env_files == {}
+
+
 def test_ipv6_hosts_get_brackets() -> None:
     plans = plans_of({"engine.device": "cpu", "prefill.hosts": ["fd00::1"]})
     assert plans["prefill-0"].base_url == "http://[fd00::1]:8001"

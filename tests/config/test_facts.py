@@ -119,17 +119,24 @@ def test_model_folder(tmp_path: Path) -> None:
         assert (found.is_folder, found.num_bytes) == (is_folder, 0)
 
 
-def test_admin_key_file(tmp_path: Path) -> None:
-    def error(path: Path) -> str | None:
-        sets = {"engine.kind": "simulated", "router.admin_key_file": str(path)}
-        return facts.gather_facts(compiled_from(sets)).admin_key_error
+@pytest.mark.parametrize("name", ["admin_key_file", "api_key_file", "worker_api_key_file"])
+def test_files_with_keys(tmp_path: Path, name: str) -> None:
+    def error(path: Path, **sets: str) -> str | None:
+        compiled = compiled_from({"engine.kind": "simulated", f"router.{name}": str(path), **sets})
+        return facts.gather_facts(compiled).key_file_errors.get(f"router.{name}")
 
     key = tmp_path / "key"
-    assert error(key) == "No such file or directory"
-    key.write_text("\n")
-    assert error(key) == "is empty"
+    assert error(key) == f"{key} cannot be read: No such file or directory"
+    elsewhere = {"router.host": "192.0.2.7", "prefill.hosts": "[192.0.2.1]", "decode.hosts": "[192.0.2.2]"}
+    assert error(key, **elsewhere) is None, "the file is on the router's host"
+    key.write_text("# only a comment\n\n")
+    assert error(key) == f"{key} is empty"
     key.write_text("secret\n")
     assert error(key) is None
+    key.write_text("two words\n")
+    assert error(key) == f"{key}: line 1 is no key"
+    key.write_text("one\n# and\n two \n")
+    assert error(key) == (None if name == "api_key_file" else f"{key} has 2 keys")
 
 
 @pytest.mark.parametrize(

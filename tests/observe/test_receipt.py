@@ -26,6 +26,7 @@ def test_a_receipt_at_its_start() -> None:
         "stream": False,
         "client_request_id": None,
         "engine_request_id": None,
+        "trace_id": None,
         "prefill": None,
         "decode": None,
         "status": None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.observe.fleet_metrics import EngineView, FleetMetrics
+from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
+from antiphon.observe.receipt import Receipt
 from antiphon.observe.router_metrics import RouterMetrics
 
 NAMES = {
@@ -16,11 +17,16 @@ NAMES = {
     "client_disconnects",
     "handovers_completed_after_disconnect",
     "stream_truncations",
+    "pair_warmups",
     "active_requests",
     "client_connections",
+    "key_refusals",
+    "connect_seconds",
     "prefill_seconds",
     "handover_seconds",
     "time_to_first_token_seconds",
+    "decode_seconds",
+    "inter_token_seconds",
     "request_seconds",
 }
 
@@ -76,6 +82,55 @@ def test_durations_fall_into_every_bucket_from_theirs_on() -> None:
     assert [buckets[le] for le in ("0.001", "0.0025", "5.0", "10.0", "300.0", "+Inf")] == [2, 3, 3, 4, 4, 5]
     assert found[f"{name}_count", ()] == 5
     assert found[f"{name}_sum", ()] == pytest.approx(1007.0025)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "num_events", "first_ms", "step_s"),
+    [
+        ("completed", 200, 12, 500.0, 0.05),
+        ("completed", 200, 3, 900.0, 0.1),
+        ("completed", 200, 2, 900.0, None),  # one token and the end
+        ("completed", 200, 1, None, None),  # not a stream
+        ("failed", 200, 12, 500.0, None),
+        ("cancelled", None, 12, 500.0, None),
+        ("completed", 400, 1, None, None),
+    ],
+)
+def test_the_end_of_a_request(
+    outcome: str, status: int | None, num_events: int, first_ms: float | None, step_s: float | None
+) -> None:
+    receipt = Receipt("1", "/v1/completions", 0.0)
+    receipt.path, receipt.decode, receipt.outcome, receipt.status = "pd", "h:2", outcome, status
+    receipt.num_events, receipt.first_token_ms = num_events, first_ms
+    metrics = RouterMetrics()
+    metrics.request_ended(receipt, 1.0, 0.75)
+    found = samples(metrics)
+    prefix = "antiphon_router"
+    labels = {"route": "/v1/completions", "path": "pd", "outcome": outcome, "status": str(status or 0)}
+    assert found[f"{prefix}_requests_total", tuple(sorted(labels.items()))] == 1
+    assert found[f"{prefix}_request_seconds_sum", ()] == 1.0
+    is_served = (outcome, status) == ("completed", 200)
+    assert found[f"{prefix}_decode_seconds_sum", ()] == (0.75 if is_served else 0)
+    assert found[f"{prefix}_inter_token_seconds_count", ()] == (step_s is not None)
+    assert found[f"{prefix}_inter_token_seconds_sum", ()] == pytest.approx(step_s or 0)
+
+
+def test_where_requests_are() -> None:
+    metrics = RouterMetrics()
+    stages = {"received": 1, "probing": 0, "connecting_decode": 2, "prefilling": 4, "streaming": 8}
+    StageMetrics(metrics.registry, lambda: stages, {408: 3})
+    found = samples(metrics)
+    for stage, number in stages.items():
+        assert found["antiphon_router_requests_in_stage", (("stage", stage),)] == number
+    assert found["antiphon_router_queue_depth", ()] == 3
+    assert found["antiphon_router_edge_refusals_total", (("status", "408"),)] == 3
+
+
+def test_every_kind_of_retry_is_there_from_the_start() -> None:
+    metrics = RouterMetrics()
+    FleetMetrics(metrics.registry, {}, list)
+    kinds = ("prefill", "prefill_again", "handover", "decode", "denied")
+    assert [samples(metrics)["antiphon_router_retries_total", (("kind", kind),)] for kind in kinds] == [0] * 5
 
 
 def test_two_routers_share_nothing() -> None:

@@ -192,6 +192,19 @@ async def test_incarnation_is_filled_in_and_environment_is_as_planned(bench: Ben
         await wait_until(lambda: f"engine-{own.incarnation}" in read(own.log_path), "the said line")
 
 
+async def test_keys_are_read_from_their_files_at_each_start(bench: Bench, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("# one\nsk-1\n")
+    plan = ProcessPlan(**{**vars(bench.plan("prefill-0")), "env_files": {"VLLM_API_KEY": str(key)}})
+    async with bench.supervisor(plan) as supervisor:
+        own = record(supervisor, "prefill-0")
+        assert "VLLM_API_KEY=sk-1" in read(f"/proc/{own.pid}/environ").split("\0")
+        assert "sk-1" not in read(own.log_path)
+    key.write_text("")
+    with pytest.raises(StartError, match=r"prefill-0 could not be started: .* is empty"):
+        await bench.supervisor(plan).start()
+
+
 async def test_the_banner_of_a_log_holds_no_secret(bench: Bench, tmp_path: Path) -> None:
     plan = bench.plan("prefill-0", "--say", "up", "--say-when", str(tmp_path / "never"))
     script = "import runpy, sys; del sys.argv[0:3]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -8,7 +8,15 @@ import pytest
 
 from antiphon.core.errors import ProtocolError
 from antiphon.protocol.body import scan
-from antiphon.protocol.handoff import PREFILL_PARAMS, drain_fields, prefill_fields, read_prefill_answer
+from antiphon.protocol.handoff import (
+    COMPLETION,
+    GENERATE,
+    MESSAGE,
+    PREFILL_PARAMS,
+    RESPONSE,
+    Handoff,
+    read_prefill_answer,
+)
 
 PARAMS = {
     "do_remote_decode": True,
@@ -22,7 +30,7 @@ PARAMS = {
 
 def prefill_body(client: str) -> dict[str, object]:
     body = scan(client.encode())
-    value: dict[str, object] = json.loads(b"".join(body.splice(prefill_fields(body))))
+    value: dict[str, object] = json.loads(b"".join(COMPLETION.prefill_body(body)))
     return value
 
 
@@ -62,12 +70,81 @@ def test_fields_that_the_client_did_not_send_are_not_added(key: str) -> None:
 
 def test_drain_pulls_with_one_token() -> None:
     body = scan(b'{"prompt":"x","max_tokens":9,"stream":true,"stream_options":{"include_usage":true}}')
-    assert json.loads(b"".join(body.splice(drain_fields(body, b'{"remote_port":1}')))) == {
+    assert json.loads(b"".join(body.splice(COMPLETION.drain_fields(body, b'{"remote_port":1}')))) == {
         "prompt": "x",
         "max_tokens": 1,
         "stream": False,
         "stream_options": None,
         "min_tokens": 1,
+        "kv_transfer_params": {"remote_port": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("handoff", "client", "changed"),
+    [
+        (RESPONSE, '{"input":"x"}', {"max_output_tokens": 1, "stream": False, "store": False}),
+        (
+            RESPONSE,
+            (
+                '{"input":"x","max_output_tokens":99,"stream":true,"store":true,"tools":[{"type":"function"}],'
+                '"text":{"format":{"type":"json_object"}},"n":2,"max_tokens":5}'
+            ),
+            {"max_output_tokens": 1, "stream": False, "store": False},
+        ),
+        (
+            MESSAGE,
+            (
+                '{"messages":[],"max_tokens":99,"stream":true,"tools":[{"name":"f"}],"tool_choice":{"type":"any"},'
+                '"thinking":{"type":"enabled","budget_tokens":50},"stop_sequences":["a"]}'
+            ),
+            {"max_tokens": 1, "stream": False},
+        ),
+        (
+            GENERATE,
+            (
+                '{"token_ids":[1,2],"sampling_params":{"max_tokens":99,"temperature":0.70,"n":1,"stop":["a"]},'
+                '"stream":true,"stream_options":{"include_usage":true}}'
+            ),
+            {
+                "sampling_params": {"max_tokens": 1, "min_tokens": 1, "temperature": 0.7, "n": 1, "stop": ["a"]},
+                "stream": False,
+                "stream_options": None,
+            },
+        ),
+        (
+            GENERATE,
+            '{"sampling_params":{"max_tokens":9,"sampling_params":{"max_tokens":9}},"sampling_params":{ }}',
+            {"sampling_params": {"max_tokens": 1, "min_tokens": 1}, "stream": False},
+        ),
+        (GENERATE, '{"token_ids":[1],"sampling_params":7}', {"stream": False}),
+        (GENERATE, '{"token_ids":[1]}', {"stream": False}),
+    ],
+)
+def test_prefill_of_the_further_apis(handoff: Handoff, client: str, changed: dict[str, object]) -> None:
+    body = scan(client.encode(), handoff.replaced)
+    made = json.loads(b"".join(handoff.prefill_body(body)))
+    assert made == json.loads(client) | changed | {"kv_transfer_params": PARAMS}
+
+
+def test_nested_limits_are_replaced_in_place_and_all_else_is_kept_byte_for_byte() -> None:
+    client = b'{"sampling_params": {"temperature": 0.70, "max_tokens" :9, "seed":18446744073709551616 , "x":"\\ud800"}}'
+    body = scan(client, GENERATE.replaced)
+    made = b"".join(GENERATE.prefill_body(body))
+    wanted = b'{"sampling_params": {"temperature": 0.70, "max_tokens" :1, "seed":18446744073709551616 , "x":"\\ud800",'
+    assert made.startswith(wanted + b'"min_tokens":1},"stream":false,"kv_transfer_params":')
+
+
+def test_drain_of_a_message_has_no_thinking_budget() -> None:
+    """vLLM holds it against max_tokens, and would refuse the request: the KV would stay where it is."""
+    client = b'{"messages":[],"max_tokens":99,"thinking":{"type":"enabled","budget_tokens":50}}'
+    body = scan(client, MESSAGE.replaced)
+    fields = MESSAGE.drain_fields(body, b'{"remote_port":1}')
+    assert json.loads(b"".join(body.splice(fields))) == {
+        "messages": [],
+        "max_tokens": 1,
+        "stream": False,
+        "thinking": None,
         "kv_transfer_params": {"remote_port": 1},
     }
 
@@ -86,6 +163,10 @@ def test_params_of_the_answer_are_kept_as_they_were_written() -> None:
         (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}}', 9, 4),
         (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":null}}', 9, None),
         (b'{"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":null}}}', 9, None),
+        (b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":4}}}', 9, 4),
+        (b'{"usage":{"input_tokens":9,"output_tokens":1,"cache_read_input_tokens":4}}', 13, 4),
+        (b'{"usage":{"input_tokens":0,"cache_read_input_tokens":4,"cache_creation_input_tokens":5}}', 9, 4),
+        (b'{"usage":{"input_tokens":9,"output_tokens":1}}', 9, None),
         (b'{"usage":null,"kv_transfer_params":null}', None, None),
         (b"{}", None, None),
     ],

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from antiphon.protocol.usage import with_cached_tokens
+from antiphon.protocol.usage import with_cache_read, with_cached_tokens, with_cached_tokens_at_end
 
 USAGE = (
     '"usage":{"prompt_tokens":64,"total_tokens":80,"prompt_tokens_details":{"cached_tokens":63},"completion_tokens":16}'
@@ -46,3 +46,53 @@ def test_where_there_is_none_nothing_changes(body: bytes) -> None:
 def test_every_event_of_a_stream() -> None:
     event = f"data: {{{USAGE}}}\n\n".encode()
     assert with_cached_tokens(event * 3, 2).count(b'"cached_tokens":2}') == 3
+
+
+RESPONSE_USAGE = (
+    '"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8,"cache_write_tokens":0,'
+    '"input_tokens_per_turn":[9],"cached_tokens_per_turn":[8]},"output_tokens":2}'
+)
+
+
+def test_of_a_response_the_last_usage_is_meant_and_its_turn_too() -> None:
+    """A tool's schema is the client's, and may hold whatever a usage object holds."""
+    client = '{"name":"f","parameters":{"default":{"usage":{"input_tokens_details":{"cached_tokens":1}}}}}'
+    body = f'{{"tools":[{client}],{RESPONSE_USAGE},"user":null}}'
+    changed = with_cached_tokens_at_end(body.encode(), 3).decode()
+    assert changed == body.replace('"cached_tokens":8', '"cached_tokens":3').replace("[8]", "[3]")
+
+
+def test_of_a_response_without_usage_nothing_changes() -> None:
+    body = b'event: response.created\ndata: {"usage":null,"x":"\\"cached_tokens\\""}\n\n'
+    assert with_cached_tokens_at_end(body, 3) == body
+
+
+@pytest.mark.parametrize(
+    ("usage", "number", "said"),
+    [
+        ({"input_tokens": 1, "output_tokens": 5, "cache_read_input_tokens": 99}, 40, (60, 40)),
+        ({"input_tokens": 0, "cache_creation_input_tokens": 1, "cache_read_input_tokens": 99}, 0, (99, 0)),
+        ({"input_tokens": 1, "output_tokens": 5, "cache_read_input_tokens": 99}, None, (100, None)),
+        ({"cache_read_input_tokens": 99, "input_tokens": 1}, 200, (0, 200)),
+    ],
+)
+@pytest.mark.parametrize("is_event", [False, True], ids=["whole", "event"])
+def test_what_a_message_read_from_the_cache(
+    usage: dict[str, int], number: int | None, said: tuple[int, int | None], is_event: bool
+) -> None:
+    """The sum stays: a message's input tokens are those that no cache had a part in."""
+    before = {"type": "message_delta", "usage": usage}
+    text = json.dumps(before)
+    changed = with_cache_read((f"event: message_delta\ndata: {text}\n\n" if is_event else text).encode(), number)
+    after = json.loads(changed.decode().removeprefix("event: message_delta\ndata: "))
+    read = {"input_tokens": said[0], "cache_read_input_tokens": said[1]}
+    assert after == before | {"usage": usage | read}
+    assert with_cache_read(changed, number) == changed or number is None  # nothing is counted twice
+
+
+def test_of_a_whole_message_the_last_usage_is_meant() -> None:
+    """The input of a tool is JSON of the model's."""
+    tool = '{"type":"tool_use","input":{"usage":{"input_tokens":1,"cache_read_input_tokens":2}}}'
+    body = f'{{"content":[{tool}],"usage":{{"input_tokens":1,"output_tokens":3,"cache_read_input_tokens":9}}}}'
+    changed = with_cache_read(body.encode(), 4).decode()
+    assert changed == body.replace('"input_tokens":1,"output', '"input_tokens":6,"output').replace(":9}", ":4}")

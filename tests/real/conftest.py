@@ -18,7 +18,13 @@ def model() -> Path:
     return demo_model.prepare(demo_model.cache_folder(), said.append)
 
 
-@pytest.fixture(scope="module")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that share the deployment come after all others, in their order: no other engine runs beside it."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent == here and "deployment" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
 def deployment(
     tmp_path_factory: pytest.TempPathFactory, model: Path, _ports: object, die_with_parent: Callable[[], None]
 ) -> Iterator[Deployment]:

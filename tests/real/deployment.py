@@ -33,6 +33,8 @@ engine:
   dev_mode: true
   args:
     generation-config: vllm
+    enable-auto-tool-choice: true
+    tool-call-parser: hermes
 prefill: {{port: {prefill}, side_channel_port: {prefill_side}}}
 decode: {{port: {decode}, side_channel_port: {decode_side}}}
 handoff: {{lease_s: {lease_s}}}
@@ -116,7 +118,8 @@ class Deployment:
             found: dict[str, Any] = json.loads(self.get(f"/receipts/{receipt_id}")[1])
             return found if found["outcome"] is not None else None
 
-        return wait_for(closed, "the receipt is closed", 10.0)
+        receipt: dict[str, Any] = wait_for(closed, "the receipt is closed", 10.0)
+        return receipt
 
     def router_metric(self, name: str) -> float:
         """The sum of a series of the router over its labels."""

@@ -395,14 +395,18 @@ def check_answered(reply: Reply, path: str, *, stream: bool) -> None:
         assert (choice["text"] if path == COMPLETIONS else choice["message"]["content"]) == "".join(WORDS)
 
 
+ERROR_TYPES = {429: "rate_limit_error", 502: "upstream_error", 503: "service_unavailable", 504: "timeout_error"}
+
+
 def check_refused(reply: Reply, status: int, code: str) -> None:
     """An error of the router's own: OpenAI-shaped, and it names no engine."""
     assert reply.status == status, (reply.status, reply.body)
     error = json.loads(reply.body)["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
-    assert error["code"] == code
+    assert (error["type"], error["code"]) == (ERROR_TYPES[status], code)
     assert error["message"]
     assert b"127.0.0.1" not in reply.body
+    assert reply.headers["content-type"] == "application/json"
     assert ("retry-after" in reply.headers) == (status in (429, 503))
 
 

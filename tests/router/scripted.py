@@ -43,6 +43,8 @@ class ScriptedEngine:
     port: int = 0
     is_healthy: bool = True
     seen: list[Seen] = field(default_factory=list)
+    heads: list[bytes] = field(default_factory=list)
+    """Of every request, health checks included."""
     num_left: int = 0
     """Connections that the router closed while an answer was under way."""
 
@@ -59,6 +61,7 @@ class ScriptedEngine:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
                 path = head.split(b" ", 2)[1].decode()
                 length = next(
                     (int(line[16:]) for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"), 0
@@ -109,6 +112,11 @@ class Wire:
         self.writer.close()
         raise ConnectionResetError
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the router has closed the connection."""
+        return self._reader.at_eof()
+
     async def until_closed(self) -> None:
         """Wait until the router closes the connection; raises what the end of the connection raises."""
         self.is_idle = False
@@ -123,7 +131,7 @@ async def prefills(_: Seen, wire: Wire) -> None:
 async def streams(_: Seen, wire: Wire) -> None:
     """A decode engine's script: three events."""
     wire.begin()
-    for _ in range(3):
+    for _number in range(3):
         wire.piece(EVENT)
     wire.piece(DONE)
     wire.end()
@@ -154,8 +162,9 @@ async def routing(
     prefill: list[ScriptedEngine], decode: list[ScriptedEngine], **knobs: object
 ) -> AsyncIterator[Router]:
     """A router before these engines, listening on ``router.spec.port``. It probes them once, and again and again only
-    where ``health_interval_s`` is given, so that a test can decide what the registry believes."""
-    values: dict[str, object] = {"port": 0, "drain_timeout_s": 0.0} | knobs
+    where ``health_interval_s`` is given, so that a test can decide what the registry believes; and it warms pairs only
+    where it is told to, so that engines see the requests of the test and no others."""
+    values: dict[str, object] = {"port": 0, "drain_timeout_s": 0.0, "warm_pairs": False} | knobs
     pools = {"prefill": [each.url for each in prefill], "decode": [each.url for each in decode]}
     router = Router(RouterSpec.model_validate(values | pools))
     if "health_interval_s" not in knobs:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,17 +153,20 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
 class RouterProcess:
     """One running router."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: int, output: int) -> None:
         self.process = process
         self.port = 0
         self._log = log
+        self._output = output
 
     @classmethod
     def start(cls, preexec: Preexec, *flags: str) -> RouterProcess:
         """Start a router on a free port with the command line of vllm-router and ``flags``; wait until it listens."""
         argv = [sys.executable, "-m", "antiphon", "router", "--policy", "round_robin", "--vllm-pd-disaggregation"]
         log = os.memfd_create("router-log")  # readable after the end of the process, and gone with the test process
-        router = cls(subprocess.Popen([*argv, "--port", "0", *flags], stderr=log, preexec_fn=preexec), log)
+        output = os.memfd_create("router-output")
+        process = subprocess.Popen([*argv, "--port", "0", *flags], stdout=output, stderr=log, preexec_fn=preexec)
+        router = cls(process, log, output)
 
         def listens() -> int:
             found = re.search(r"engines on http://\S+:(\d+)", router.log)
@@ -176,6 +180,11 @@ class RouterProcess:
     def log(self) -> str:
         """What it wrote to stderr so far."""
         return os.pread(self._log, os.fstat(self._log).st_size, 0).decode()
+
+    @property
+    def output(self) -> str:
+        """What it wrote to stdout so far."""
+        return os.pread(self._output, os.fstat(self._output).st_size, 0).decode()
 
     def ask(self, method: str, path: str, body: Any = None, **rest: Any) -> Answer:
         return ask(self.port, method, path, body, **rest)
@@ -284,6 +293,15 @@ def quiet_ports(count: int) -> int:
                 held.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
     raise AssertionError(f"no {count} free ports in a row")
+
+
+def leases_of(stack: Stack) -> Counter[str]:
+    """Leases that the prefill engines have ``granted``, and those of them that have ``expired``."""
+    states = [engine.state() for engine in stack.prefill]
+    return Counter(
+        granted=sum(state["num_leases"] for state in states),
+        expired=sum(state["num_leases_expired"] for state in states),
+    )
 
 
 def address_of(engine: EngineProcess) -> str:

@@ -11,23 +11,45 @@ from typing import Any
 
 import pytest
 
-from tests.router.failing import CHAT, COMPLETIONS, Sight, decodes, fleet
+from tests.router.apis import ALL, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Spoken
+from tests.router.failing import Script, Sight, decodes, fleet
 from tests.router.scripted import Reply, Wire, connected
 
 NUM_BODIES = 200
 OWNED_BY_DECODE = frozenset(("kv_transfer_params",))
-ONE_TOKEN = {"max_tokens": 1, "min_tokens": 1, "stream": False}
-ONE_IF_PRESENT = frozenset(("max_completion_tokens", "n"))
-MAY_BE_NULL = frozenset(("stream_options",))
-OWNED_BY_PREFILL = OWNED_BY_DECODE | ONE_IF_PRESENT | MAY_BE_NULL | frozenset(ONE_TOKEN)
+CHUNKS = {"max_tokens": 1, "min_tokens": 1, "stream": False}
+ALWAYS: dict[str, dict[str, Any]] = {
+    COMPLETIONS.path: CHUNKS,
+    CHAT.path: CHUNKS,
+    RESPONSES.path: {"max_output_tokens": 1, "stream": False, "store": False},
+    MESSAGES.path: {"max_tokens": 1, "stream": False},
+    GENERATE.path: {"stream": False},
+}
+ONE_IF_PRESENT = {each.path: frozenset(("max_completion_tokens", "n")) for each in (COMPLETIONS, CHAT)}
+MAY_BE_NULL = {each.path: frozenset(("stream_options",)) for each in (COMPLETIONS, CHAT, GENERATE)}
+NAMES = {each.path: each.path.rpartition("/")[2] for each in ALL}
 
-FLOATS = ("0.7", "1.10", "0.30000000000000004", "1E+05", "2e00", "-0.0", "-0", "0.1e-7", "1e-400", "5e-324", "0.950")
+FLOATS = (
+    "0.7",
+    "1.10",
+    "0.30000000000000004",
+    "1E+05",
+    "2e00",
+    "-0.0",
+    "-0",
+    "0.1e-7",
+    "1e-400",
+    "5e-324",
+    "0.950",
+    "-Infinity",
+)
 INTEGERS = ("9007199254740993", "18446744073709551616", "-170141183460469231731687303715884105728", "1" * 60)
 STRINGS = (
     '"caf\\u00e9 café"',
     '"\\ud83d\\ude00 😀"',
     '"\\/ / \\\\ \\" \\n \\t \\b \\f"',
     '"\\u0000\\u001f"',
+    '"\\ud800 \\\\ud800 \\udc00\\ud800"',
     '"שלום مرحبا 你好"',
     '"data: [DONE]\\n\\n"',
     '"\\"stream\\":true,\\"kv_transfer_params\\":{}"',
@@ -50,13 +72,19 @@ SPACES = ("", "", " ", "\n  ", "\t", "\r\n")
 class Made:
     """One body: its members as (key as it is written, key, text of the value), and the white space around them."""
 
-    path: str
+    api: Spoken
     is_stream: bool
     members: tuple[tuple[str, str, str], ...]
     spaces: tuple[tuple[str, str, str, str], ...]
     head: str
     tail: str
     features: frozenset[str]
+    nested: str
+    """What the nested limits of a prefill are, as they are written."""
+
+    @property
+    def path(self) -> str:
+        return self.api.path
 
     def text(self, replace: dict[str, str] | None = None) -> bytes:
         """The body with the values of some keys replaced wherever they stand, and the absent ones added at the end."""
@@ -74,10 +102,17 @@ class Made:
 def made(seed: int) -> Made:
     """Body number ``seed``: all of them together have every feature many times."""
     chance = Random(seed)
-    path, is_stream = (COMPLETIONS, CHAT)[seed % 2], seed // 2 % 2 == 0
-    prompt = chance.choice(STRINGS)
-    if path == COMPLETIONS:
+    api, is_stream = ALL[seed % 5], seed // 5 % 2 == 0
+    prompt, nested = chance.choice(STRINGS), ""
+    if api is COMPLETIONS:
         members = [("prompt", prompt if chance.random() < 0.7 else "[1,2 , 3]")]
+    elif api is RESPONSES:
+        members = [("input", prompt)]
+    elif api is GENERATE:
+        limit = chance.choice(("5", "null", " 16 "))
+        odd = f'"temperature" : {chance.choice(FLOATS)},"x":{chance.choice(NESTED + STRINGS)}, "seed":{INTEGERS[0]}'
+        nested = f'{{ "max_tokens":{"1" if limit != " 16 " else " 1 "},{odd},"min_tokens":1}}'
+        members = [("token_ids", "[1,2 , 3]"), ("sampling_params", f'{{ "max_tokens":{limit},{odd}}}')]
     else:
         extra = f', "name": {chance.choice(STRINGS)}, "x_unknown": {chance.choice(NESTED)}'
         members = [("messages", f'[{{"role": "user" , "content":{prompt}{extra}}}]')]
@@ -85,7 +120,7 @@ def made(seed: int) -> Made:
         members.append(("stream", "true" if is_stream else "false"))
     if is_stream and chance.random() < 0.5:
         members.append(("stream_options", '{ "include_usage":true}'))
-    features = {"chat" if path == CHAT else "completion", "stream" if is_stream else "whole"}
+    features = {NAMES[api.path], "stream" if is_stream else "whole"}
     for feature, key, values, share in (
         ("float", "temperature", FLOATS, 0.6),
         ("float", "top_p", FLOATS, 0.4),
@@ -93,6 +128,8 @@ def made(seed: int) -> Made:
         ("unicode", "user", STRINGS, 0.5),
         ("nested", "logit_bias", NESTED, 0.4),
         ("owned", "max_tokens", ("5", "16", "null"), 0.6),
+        ("owned", "max_output_tokens", ("5", "null"), 0.4),
+        ("owned", "store", ("true", "false"), 0.2),
         ("owned", "max_completion_tokens", ("5", "007".lstrip("0")), 0.3),
         ("owned", "n", ("1",), 0.2),
         ("owned", "min_tokens", ("0", "2"), 0.2),
@@ -115,7 +152,14 @@ def made(seed: int) -> Made:
         features.add("escape")
     spaces = tuple(tuple(chance.choice(SPACES) for _ in range(4)) for _ in members)
     return Made(
-        path, is_stream, tuple(written), spaces, chance.choice(SPACES), chance.choice(SPACES), frozenset(features)
+        api,
+        is_stream,
+        tuple(written),
+        spaces,
+        chance.choice(SPACES),
+        chance.choice(SPACES),
+        frozenset(features),
+        nested,
     )
 
 
@@ -143,18 +187,21 @@ def as_text(value: Any) -> str:
 
 
 def check_prefill(body: Made, sight: Sight) -> None:
-    ours = replaced_by(sight, OWNED_BY_PREFILL)
+    always, if_present = ALWAYS[body.path], ONE_IF_PRESENT.get(body.path, frozenset())
+    may_be_null = MAY_BE_NULL.get(body.path, frozenset())
+    ours = replaced_by(sight, OWNED_BY_DECODE | if_present | may_be_null | frozenset(always))
     present = {key for _, key, _ in body.members}
-    for key, value in ONE_TOKEN.items():
+    for key, value in always.items():
         assert json.loads(ours[key]) == value
-    for key in ONE_IF_PRESENT & present:
+    for key in if_present & present:
         assert ours[key] == "1"
-    if body.is_stream and "stream_options" in present:
-        assert ours["stream_options"] == "null"  # without a stream there can be none
+    if body.is_stream:
+        for key in may_be_null & present:
+            assert ours[key] == "null"  # without a stream there can be none
     params = json.loads(ours["kv_transfer_params"])
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
-    assert set(ours) <= present | set(ONE_TOKEN) | OWNED_BY_DECODE
-    check_bytes(sight.body, body.text(ours))
+    assert set(ours) <= present | set(always) | OWNED_BY_DECODE
+    check_bytes(sight.body, body.text(ours | ({"sampling_params": body.nested} if body.nested else {})))
 
 
 def check_decode(body: Made, sight: Sight, prefill: Sight) -> None:
@@ -171,6 +218,20 @@ def check_bytes(got: bytes, wanted: bytes) -> None:
     assert got.rstrip() == wanted.rstrip()
 
 
+def answers_as(body: Made) -> Script:
+    """An engine that answers in the API of a body."""
+
+    async def script(_: Sight, wire: Wire) -> None:
+        if body.is_stream:
+            wire.begin()
+            wire.piece(body.api.stream)
+            wire.end()
+        else:
+            wire.whole(b"{}")
+
+    return script
+
+
 async def send(router: Any, body: Made) -> Reply:
     async with connected(router) as client:
         data = body.text()
@@ -183,7 +244,7 @@ def test_the_bodies_are_as_odd_as_they_are_meant_to_be() -> None:
     bodies = [made(seed) for seed in range(NUM_BODIES)]
     assert len({body.text() for body in bodies}) == NUM_BODIES
     counts = Counter(feature for body in bodies for feature in body.features)
-    wanted = "chat completion stream whole float integer unicode nested owned null unknown duplicate escape"
+    wanted = " ".join(NAMES.values()) + " stream whole float integer unicode nested owned null unknown duplicate escape"
     assert set(counts) == set(wanted.split())
     assert all(number >= 20 for number in counts.values()), counts
     for body in bodies:
@@ -196,6 +257,7 @@ async def test_two_hundred_bodies_reach_both_engines_byte_for_byte() -> None:
         (p,), (d,) = engines.prefill, engines.decode
         for seed in range(NUM_BODIES):
             body = made(seed)
+            d.script = answers_as(body)
             reply = await send(engines.router, body)
             assert reply.status == 200, (seed, reply.body)
             assert len(p.sights) == len(d.sights) == seed + 1
@@ -204,12 +266,14 @@ async def test_two_hundred_bodies_reach_both_engines_byte_for_byte() -> None:
             check_decode(body, d.sights[-1], p.sights[-1])
             is_event_stream = reply.headers["content-type"].startswith("text/event-stream")
             assert is_event_stream is body.is_stream
+            assert reply.body == (body.api.stream if body.is_stream else b"{}")
 
 
 async def test_bodies_that_one_engine_serves_alone_are_not_touched_at_all() -> None:
     async with fleet(0, 1) as engines:
         for seed in range(0, NUM_BODIES, 2):
             body = made(seed)
+            engines.decode[0].script = answers_as(body)
             assert (await send(engines.router, body)).status == 200
             assert engines.decode[0].sights[-1].body == body.text()
 

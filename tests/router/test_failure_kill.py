@@ -1,4 +1,5 @@
-"""SIGKILL of one of two engines under load: what can be served is served, and no stream ends in silence."""
+"""SIGKILL of one of two engines under load: what can be served is served, and no stream ends in silence. SIGTERM of the
+router: it says so first."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,36 @@ def check_at_rest(pools: Pools) -> None:
     assert total(pools.router.metrics(), "engine_active_requests") == 0
     for engine in (*pools.prefill, *pools.decode):
         engine.wait_state(LEASE_S + 5.0, **NOTHING_HELD)
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_router_that_is_told_to_stop_says_so_before_it_refuses_anybody(
+    die_with_parent: Callable[[], None], num_signals: int
+) -> None:
+    """A load balancer sees readiness fail and looks elsewhere; a second signal means that nobody waits for that."""
+    notice_s = 1.0 if num_signals == 1 else 60.0
+    engine = EngineProcess.start(die_with_parent, role="decode", **ENGINE)
+    router = RouterProcess.start(die_with_parent, *urls([engine], "decode"), "--stop-notice-s", str(notice_s))
+    try:
+        assert router.ask("GET", "/readiness").status == 200
+        began_s = time.monotonic()
+        router.process.terminate()
+        ready = wait_for(lambda: is_not_ready(router), "readiness says no")
+        assert ready["reason"] == "the router is stopping"
+        assert router.complete("new work", 3).status == 200
+        if num_signals == 2:
+            router.process.terminate()
+        assert router.process.wait(10) == 0
+        assert (time.monotonic() - began_s >= notice_s) == (num_signals == 1)
+    finally:
+        router.stop()
+        engine.stop()
+
+
+def is_not_ready(router: RouterProcess) -> Any:
+    """What readiness says, if that is no."""
+    answer = router.ask("GET", "/readiness")
+    return answer.json if answer.status == 503 else None
 
 
 def test_one_of_two_prefill_engines_is_killed(pools: Pools) -> None:

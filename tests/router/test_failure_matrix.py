@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,10 @@ from tests.router.failing import (
 )
 from tests.router.scripted import Wire, until
 
-QUICK = {"prefill_timeout_s": 0.5, "first_token_timeout_s": 0.5, "idle_timeout_s": 0.5}
+QUICK: dict[str, Any] = {"prefill_timeout_s": 0.5, "first_token_timeout_s": 0.5, "idle_timeout_s": 0.5}
 
 
-def deadlines(fault: Script) -> dict[str, float]:
+def deadlines(fault: Script) -> dict[str, Any]:
     """Short ones where they are waited for; elsewhere a machine that stands still for a moment must not matter."""
     return QUICK if fault is hangs else {}
 
@@ -93,6 +94,15 @@ async def test_prefill_fails_once_and_another_answers_under_a_fresh_id(
         assert num_errors == await engines.samples("engine_errors_total") == (1 if kind else 0)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_overload_without_a_time_to_come_again_gets_one(role: str) -> None:
+    async with fleet() as engines:
+        engines.always(role, responds(429))
+        reply = await engines.ask()
+        check_refused(reply, 429, f"{role}_overloaded")
+        assert reply.headers["retry-after"] == "1"
+
+
 @both
 @each_prefill_fault
 async def test_every_prefill_fails(fault: Script, status: int, code: str, kind: str, stream: bool) -> None:
@@ -106,7 +116,10 @@ async def test_every_prefill_fails(fault: Script, status: int, code: str, kind: 
         assert engines.num_sights("prefill") <= 3
         if status in (429, 503):
             assert reply.headers["retry-after"] == "7"
-        assert (await engines.receipt(reply))["outcome"] == "failed"
+        receipt = await engines.receipt(reply)
+        assert (receipt["outcome"], receipt["status"], receipt["decode"]) == ("failed", status, None)
+        assert receipt["error"]
+        assert receipt["prefill"] in {engine.address for engine in engines.prefill}
         for engine, script in zip(engines.prefill, healthy, strict=True):
             engine.script = script
         await check_recovers(engines)
@@ -175,6 +188,9 @@ async def test_prefill_returns_no_handle() -> None:
         assert await engines.samples("path_total", 'path="pd"', 'reason="no_handle"') == 1
         (sight,) = engines.sights("decode")
         assert "kv_transfer_params" not in sight.json
+        receipt = await engines.receipt(reply)
+        assert receipt["outcome"] == "completed"
+        assert "no kv_transfer_params" in receipt["error"]
 
 
 async def test_hanging_prefill_engine_holds_up_its_own_requests_only_and_is_left_alone() -> None:
@@ -351,7 +367,10 @@ async def test_every_decode_engine_fails_before_its_first_byte(
         assert engines.num_sights("prefill") == engines.num_sights("decode") == 2  # a fresh prefill, once
         if status in (429, 503):
             assert reply.headers["retry-after"] == "7"
-        assert (await engines.receipt(reply))["outcome"] == "failed"
+        receipt = await engines.receipt(reply)
+        assert (receipt["outcome"], receipt["status"]) == ("failed", status)
+        assert receipt["error"]
+        assert receipt["decode"] in {engine.address for engine in engines.decode}
         for engine, script in zip(engines.decode, healthy, strict=True):
             engine.script = script
         await check_recovers(engines)
@@ -419,6 +438,23 @@ async def test_decode_fails_after_its_first_byte_and_nothing_is_tried_again(
         assert engines.num_sights("prefill") == engines.num_sights("decode") == 1
         assert await engines.samples("stream_truncations_total") == 1
         assert (await engines.receipt(reply))["outcome"] == "failed"
+
+
+@each_path
+async def test_whole_answer_of_a_decode_engine_that_is_no_json_is_passed_on_and_counted(path: str) -> None:
+    """The client may know better what it is; no retry, since the engine has answered."""
+
+    async def answers_html(_: Sight, wire: Wire) -> None:
+        wire.whole(b"<html>oops")
+
+    async with fleet() as engines:
+        engines.once("decode", answers_html)
+        reply = await engines.ask(path)
+        assert (reply.status, reply.body) == (200, b"<html>oops")
+        assert engines.num_sights("prefill") == engines.num_sights("decode") == 1
+        assert await engines.samples("engine_errors_total", 'role="decode"', 'kind="garbage"') == 1
+        check_answered(await engines.ask(path), path, stream=False)
+        assert await engines.samples("engine_errors_total") == 1
 
 
 @both

@@ -29,6 +29,11 @@ async def is_used(engines: Fleet, engine: FailingEngine, num_sights: int) -> boo
     return len(engine.sights) > num_sights
 
 
+def is_probed(engine: FailingEngine, num: int) -> bool:
+    """Whether it has had so many health checks."""
+    return engine.num_probes >= num
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_flapping_engine_costs_no_client_anything_and_is_asked_less(role: str) -> None:
     """It fails every other request that it gets."""
@@ -106,7 +111,7 @@ async def test_stream_in_progress_outlives_health_checks_and_is_counted_througho
         engines.send(client, stream=True)
         await until(lambda: d.sights, "it is asked")
         for goal in (5, 10, 15):
-            await until(lambda goal=goal: d.num_probes >= goal, "some health checks")
+            await until(partial(is_probed, d, goal), "some health checks")
             assert await engines.samples("engine_active_requests", 'role="decode"') == 1
         release.set()
         assert (await client.reply()).body.endswith(DONE)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.core.errors import ConfigError
-from antiphon.router.admin import read_admin_key
 from tests.router.scripted import (
     Seen,
     Wire,
@@ -42,7 +40,7 @@ def test_models_are_the_engines(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1/responses", "/metrics/x", "/receiptsx", "/add_worker?url=x", "/simulated/state", "//health"]
+    "path", ["/", "/v1/nothing", "/metrics/x", "/receiptsx", "/add_worker?url=x", "/simulated/state", "//health"]
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
 def test_unknown_route(stack: Stack, method: str, path: str) -> None:
@@ -187,15 +185,6 @@ def test_admin_key(keyed: RouterProcess) -> None:
         assert keyed.ask("GET", "/v1/models").status == 200
     finally:
         assert keyed.stop() == 0
-
-
-def test_key_file_that_cannot_be_used(tmp_path: Path) -> None:
-    assert read_admin_key(None) is None
-    (tmp_path / "empty").write_text(" \n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_admin_key(str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_admin_key(str(tmp_path / "none"))
 
 
 # ---- engines that are down -------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import asyncio
 import pytest
 
 from antiphon.observe.receipt import Receipt
+from antiphon.protocol.apis import COMPLETIONS
 from antiphon.router.relay import Relay
+from antiphon.router.routes import ROUTES
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
 from antiphon.routing.options import FleetOptions, LifeOptions
@@ -72,8 +74,8 @@ async def test_client_that_left_before_its_request_began_is_served_by_nobody() -
     request = HttpRequest("POST", b"/v1/completions", "1.1")
     request.body = b'{"prompt":"x","stream":true}'
     async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router:
-        for may_split in (True, False):
-            await router.inference.serve(request, client, may_split=may_split)  # type: ignore[arg-type]
+        for path in ("/v1/completions", "/v1/embeddings"):
+            await router.inference.serve(request, client, ROUTES[path])  # type: ignore[arg-type]
             assert newest(router)["outcome"] == "cancelled"
         assert p.seen == d.seen == []
         assert router.inference.num_active == 0
@@ -87,12 +89,13 @@ class Owner:
         self.responder = client
         self.receipt = Receipt("i", "/r", 0.0)
         self.life = Life("i", Fleet(["http://p:1"], ["http://d:1"], FleetOptions()), LifeOptions(), path="pd")
+        self.api = COMPLETIONS
         self.heard: list[str] = []
 
     def first_byte(self) -> None:
         self.heard.append("first byte")
 
-    def ended(self, *, is_complete: bool, has_error: bool) -> None:
+    def ended(self, *, is_complete: bool, has_error: bool, is_json: bool = True) -> None:
         self.heard.append("ended" if is_complete and not has_error else "failed")
 
 

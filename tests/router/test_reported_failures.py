@@ -12,10 +12,10 @@ import pytest
 from tests.router.failing import (
     CHAT,
     COMPLETIONS,
+    Fleet,
     Sight,
     check_answered,
     check_refused,
-    decodes,
     event,
     fleet,
     handle_of,
@@ -49,6 +49,11 @@ async def test_stream_ends_at_done_though_the_engine_holds_its_connection(path: 
         check_answered(await engines.ask(path, stream=True), path, stream=True)
 
 
+async def at_an_engine(engines: Fleet, num: int) -> None:
+    """Wait until the decode engines have seen so many requests."""
+    await until(lambda: engines.num_sights("decode") >= num, "it is at an engine")
+
+
 @pytest.mark.parametrize("policy", ["least_load", "power_of_two"])
 async def test_new_requests_go_to_the_engine_that_has_less_to_do(policy: str) -> None:
     """By this router's own count, at once: nothing is polled between two requests."""
@@ -59,7 +64,7 @@ async def test_new_requests_go_to_the_engine_that_has_less_to_do(policy: str) ->
             client = await held.enter_async_context(connected(engines.router))
             num_quick = len(quick.sights)
             engines.send(client)
-            await until(lambda number=number: engines.num_sights("decode") == number + 1, "it is at an engine")
+            await at_an_engine(engines, number + 1)
             if len(quick.sights) > num_quick:
                 check_answered(await client.reply(), COMPLETIONS, stream=False)
         assert len(slow.sights) <= 1  # the quick one is empty again each time
@@ -136,7 +141,7 @@ async def test_engine_that_hangs_holds_up_nobody_else() -> None:
             while num_answered < 20:
                 task = asyncio.create_task(engines.ask(stream=True))
                 before = engines.num_sights("decode")
-                await until(lambda before=before: engines.num_sights("decode") > before, "it is at an engine")
+                await at_an_engine(engines, before + 1)
                 if engines.decode[0].sights and engines.sights("decode") and not await is_done(task):
                     waiting.append(task)
                 else:
@@ -208,7 +213,11 @@ async def test_client_that_leaves_is_followed_by_the_router(stage: str) -> None:
 
 async def test_every_counter_is_given_back_exactly_once() -> None:
     """Ends of every kind, a few hundred: afterwards each engine is thought to have nothing."""
-    quick = {"prefill_timeout_s": 0.3, "first_token_timeout_s": 0.3, "idle_timeout_s": 0.3, "abort_grace_s": 0.05}
+    # A hand-over that is completed for nobody may meet an engine that hangs: it has the time of a hand-over.
+    quick = {"handover_timeout_s": 1.0, "abort_grace_s": 0.05} | dict.fromkeys(
+        ("prefill_timeout_s", "first_token_timeout_s", "idle_timeout_s"), 0.3
+    )
+    num_requests = 240
     async with fleet(2, 2, **quick) as engines:
 
         async def some(number: int) -> None:
@@ -225,9 +234,13 @@ async def test_every_counter_is_given_back_exactly_once() -> None:
                 return
             await engines.ask(stream=bool(number % 2), n=2 if number % 11 == 0 else 1)
 
-        for start in range(0, 240, 24):
+        for start in range(0, num_requests, 24):
             await asyncio.gather(*(some(number) for number in range(start, start + 24)))
         await engines.wait_idle()
-        assert all(engine.script in (prefills, decodes) for engine in engines.engines)
-        for role in ("prefill", "decode"):
-            assert await engines.samples("engine_active_requests", f'role="{role}"') == 0
+        ends = [
+            await engines.samples("requests_total", f'outcome="{end}"') for end in ("completed", "cancelled", "failed")
+        ]
+        assert all(number >= 5 for number in ends), ends
+        assert num_requests * 4 / 5 <= sum(ends) <= num_requests  # who leaves at once may never have asked
+        for endpoint in engines.router.fleet.all():
+            assert endpoint.num_active == 0, endpoint.address

@@ -258,14 +258,43 @@ def test_added_closed_it_waits_to_be_opened(pool: Pool) -> None:
     assert d in picks(pool, 4, 1.0)
 
 
+def test_held_is_shown_as_unknown_until_it_is_opened_or_drained(pool: Pool) -> None:
+    d = pool.add("http://d:1", is_open=False)
+    assert (d.is_held, d.shown_state, d.state) == (True, UNKNOWN, DRAINING)
+    assert pool.add(d.url, is_open=False) is d
+    pool.health_refused(d, 1.0, 0.5)
+    assert d.is_held
+    pool.validate()
+    pool.drain(d)
+    assert (d.is_held, d.shown_state) == (False, DRAINING)
+    pool.open(d)
+    assert (d.is_held, d.shown_state, d.state) == (False, UNKNOWN, UNKNOWN)
+    pool.validate()
+
+
+def test_pool_is_open_while_any_endpoint_takes_requests(pool: Pool) -> None:
+    a, b, c = pool.endpoints
+    pool.drain(a)
+    pool.remove(b)
+    pool.health_refused(c, 1.0, 0.5)
+    assert (c.state, pool.is_open) == (EndpointState.DOWN, True)
+    pool.add("http://d:1", is_open=False)
+    pool.drain(c)
+    assert not pool.is_open
+    pool.open(a)
+    assert pool.is_open
+
+
 def test_another_engine_id_is_another_life(pool: Pool) -> None:
     a = pool.endpoints[0]
+    restarted: list[Endpoint] = []
+    pool.when_restarted(restarted.append)
     pool.saw_engine(a, "one")
     pool.saw_engine(a, "")
     pool.saw_engine(a, "one")
-    assert a.life == 0
+    assert (a.life, restarted) == (0, [])
     pool.saw_engine(a, "two")
-    assert a.life == 1
+    assert (a.life, restarted) == (1, [a])
     fail(pool, a, Verdict.REFUSED, 1.0)
     pool.saw_engine(a, "three")
     assert a.life == 2, "its restart was seen when it refused"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from antiphon.transport.http.message import HttpLimits, HttpRequest
-from antiphon.transport.http.server import HttpServer, Responder
+from antiphon.transport.http.server import HttpServer, HttpServerConnection, Responder
 
 WAIT_S = 10.0
 """Longest wait for something that should happen at once on a quiet machine."""
@@ -45,6 +46,49 @@ async def serving(recorder: Recorder, limits: HttpLimits | None = None) -> Async
         yield server, port
     finally:
         await server.drain(0)
+
+
+class FakeTransport:
+    """What a connection needs of a transport, without a socket."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def write_eof(self) -> None:
+        pass
+
+    def writelines(self, pieces: Sequence[bytes]) -> None:
+        self.written += b"".join(pieces)
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def set_write_buffer_limits(self, **_limits: int) -> None:
+        pass
+
+
+def connection_of(server: HttpServer) -> tuple[HttpServerConnection, FakeTransport]:
+    connection, transport = HttpServerConnection(server), FakeTransport()
+    connection.connection_made(cast("Any", transport))
+    return connection, transport
 
 
 class RawClient:

@@ -364,6 +364,24 @@ async def test_a_connection_that_is_not_accepted_in_time_is_a_connect_failure() 
                 filler.close()
 
 
+async def test_closing_tells_whoever_waits_and_makes_no_more_connections() -> None:
+    recorder = Recorder(lambda _request, _responder: asyncio.Event().wait())
+    async with serving(recorder) as (_, port):
+        pool = HttpPool("127.0.0.1", port)
+        waiting = asyncio.create_task(fetch(pool))
+        await until(lambda: len(recorder.requests) == 1)
+        connecting = asyncio.create_task(fetch(pool))
+        await asyncio.sleep(0)  # its first step
+        assert pool._num_connecting == 1
+        pool.close()
+        with pytest.raises(UpstreamLost, match="has let go of this engine"):
+            await asyncio.wait_for(waiting, WAIT_S)
+        for attempt in (connecting, fetch(pool)):
+            with pytest.raises(ConnectFailed, match="has let go of this engine"):
+                await asyncio.wait_for(attempt, WAIT_S)
+        assert pool.statistics() == {"open": 0, "idle": 0}
+
+
 async def test_connections_are_bounded() -> None:
     release = asyncio.Event()
 

@@ -37,6 +37,41 @@ def status_of(answer: bytes) -> int:
         HEAD + b"transfer-encoding: gzip\r\n\r\nabc",
         HEAD + b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
         HEAD + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: identity, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: identity\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n",
+        HEAD + b"transfer-encoding:\r\n\r\n",
+        b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"content-length: 3\r\ncontent-length: 3\r\n\r\nabc",
+        HEAD + b"content-length: 0x3\r\n\r\nabc",
+        HEAD + b"content-length: 1_0\r\n\r\nabcdefghij",
+        HEAD + b"content-length: 1 2\r\n\r\nabc",
+        HEAD + b"content-length:\r\n\r\n",
+        HEAD + b"content-length : 3\r\n\r\nabc",
+        HEAD + b" content-length: 3\r\n\r\nabc",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n+3\r\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n3 \r\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n3\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n3;a=b\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n3;a=\x00\r\nabc\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n0\n\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\ncontent-length: 5\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\na: b\r\n folded\r\n\r\n",
+        HEAD + b"a: b\r\n\tfolded\r\n\r\n",
+        HEAD + b"a: b\nc: d\r\n\r\n",
+        HEAD + b"a: b\rc: d\r\n\r\n",
+        HEAD + b"a: b\r\n\n",
+        HEAD + b"a: \x7f\r\n\r\n",
+        HEAD + b"a\x00: b\r\n\r\n",
+        HEAD + b"host: y\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET / HTTP/1.1\nhost: x\r\n\r\n",
+        b"GET / HTTP/2.0\r\nhost: x\r\n\r\n",
+        b"GET /\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nxyz\r\nabc\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n-1\r\nabc\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\nabc\r\n",
@@ -135,6 +170,37 @@ async def test_a_client_that_sends_its_large_body_first_still_reads_the_refusal(
             client.send(b"x" * 100_000)
             await asyncio.sleep(0.002)
         assert status_of(await client.rest()) == 413
+
+
+@pytest.mark.parametrize(
+    "endless", [b"0\r\na: " + b"x" * 40_000, b"0\r\n" + b"a: x\r\n" * 8000, b"1;" + b"x" * 40_000, b"0" * 40_000]
+)
+async def test_framing_without_end_is_refused_with_413(endless: bytes) -> None:
+    """Trailer fields, chunk extensions and zeros before a size are no body, and would never reach its limit."""
+    recorder = Recorder()
+    async with serving(recorder, HttpLimits(header_max_bytes=8192)) as (_, port), connected(port) as client:
+        client.send(HEAD + b"expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await client.response())[0] == 100  # the head was read alone
+        for start in range(0, len(endless), 1000):
+            client.send(endless[start : start + 1000])
+            await asyncio.sleep(0)
+        assert status_of(await client.rest()) == 413
+    assert recorder.requests == []
+
+
+async def test_a_body_in_chunks_of_one_byte_passes() -> None:
+    recorder = Recorder()
+    body = b"0123456789" * 1000
+    limits = HttpLimits(header_max_bytes=1024)
+    async with serving(recorder, limits) as (_, port), connected(port) as client:
+        client.send(HEAD + b"expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await client.response())[0] == 100
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        for start in range(0, len(chunks), 5000):
+            client.send(chunks[start : start + 5000])
+            await asyncio.sleep(0)
+        assert (await client.response())[0] == 200
+    assert bytes(recorder.requests[0].body) == body
 
 
 async def test_a_body_of_just_the_limit_passes() -> None:

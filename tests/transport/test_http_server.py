@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.transport.http.message import HttpLimits, HttpRequest
-from antiphon.transport.http.server import HttpServer, HttpServerConnection, Responder
-from tests.transport.http_edge import Recorder, connected, echo, serving, until
+from antiphon.transport.http.server import HttpServer, Responder
+from tests.transport.http_edge import Recorder, connected, connection_of, echo, serving, until
 
 pytestmark = pytest.mark.usefixtures("drivers")
 
@@ -66,40 +65,6 @@ async def test_pipelined_requests_are_answered_in_order_and_one_at_a_time() -> N
     assert set(busy) == {1}
 
 
-class FakeTransport:
-    """What a connection needs of a transport, without a socket."""
-
-    def __init__(self) -> None:
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def write_eof(self) -> None:
-        pass
-
-    def get_extra_info(self, _name: str) -> None:
-        return None
-
-    def set_write_buffer_limits(self, **_limits: int) -> None:
-        pass
-
-
-def connection_of(server: HttpServer) -> tuple[HttpServerConnection, FakeTransport]:
-    connection, transport = HttpServerConnection(server), FakeTransport()
-    connection.connection_made(cast("Any", transport))
-    return connection, transport
-
-
 async def test_a_request_that_arrives_between_two_responses_waits_its_turn() -> None:
     started: list[str] = []
 
@@ -119,18 +84,24 @@ async def test_a_request_that_arrives_between_two_responses_waits_its_turn() -> 
     assert started == ["/1", "/2", "/3"]
 
 
-async def test_too_many_pipelined_requests_end_the_connection() -> None:
+async def test_too_many_pipelined_requests_end_the_connection_behind_those_that_may_wait() -> None:
     release = asyncio.Event()
 
     async def act(request: HttpRequest, responder: Responder) -> None:
         await release.wait()
         echo(request, responder)
 
-    async with serving(Recorder(act), HttpLimits(pipelined_max=3)) as (server, port), connected(port) as client:
-        client.send(GET % b"x" * 5)
-        await until(lambda: server.statistics()["connections"] == 0)
-        release.set()
-        assert await client.rest() == b""
+    recorder = Recorder(act)
+    async with serving(recorder, HttpLimits(pipelined_max=3)) as (server, port):
+        async with connected(port) as client:
+            client.send(post(b"x", b"body") * 6)
+            await until(lambda: recorder.requests)
+            release.set()
+            for _ in range(4):
+                assert (await client.response())[2] == b"POST /x body"
+            assert await client.rest() == b""
+        await until(lambda: (server.statistics(), server.held_bytes) == ({"connections": 0, "busy": 0}, 0))
+    assert len(recorder.requests) == 4
 
 
 async def test_connection_close_and_http_1_0_end_after_the_response() -> None:

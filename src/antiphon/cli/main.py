@@ -22,6 +22,7 @@ VERBS = {
     "config": ("antiphon.cli.config", "Check a spec, or print the command line of each process."),
     "bench": ("antiphon.cli.bench", "Measure how fast it is on this machine."),
     "router": ("antiphon.cli.router", "Run the router."),
+    "endpoints": ("antiphon.cli.endpoints", "Look at a running router's engines; add, drain and remove them."),
     "cache": ("antiphon.cli.cache", "Look at a running cache server, or clear it."),
     "cache-server": ("antiphon.cli.cache_server", "Run a cache server."),
     "server": ("antiphon.cli.cache_server", "The same as cache-server."),

@@ -10,30 +10,51 @@ from typing import Any
 import click
 
 from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.cli.vllm_router_flags import translate
 from antiphon.config.hosts import is_loopback
 from antiphon.config.router_spec import RouterSpec
+from antiphon.core.compiled import use_compiled
 from antiphon.core.errors import ConfigError
-from antiphon.router.app import serve
 from antiphon.transport.loop import run
 
+_NOTICES = "antiphon.vllm_router_flags"
 
-@click.command()
+
+class _RouterCommand(click.Command):
+    """Takes the flags of vllm-router too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        translation = translate(args)
+        ctx.meta[_NOTICES] = translation.notices
+        return super().parse_args(ctx, translation.args)
+
+
+@click.command(cls=_RouterCommand)
 @spec_options(RouterSpec)
 def router(**params: Any) -> None:
     """Run a router: prefill on one engine, decode on another, from one address.
+
+    Flags of vllm-router that have another name here are taken too: docs/routing.md lists them.
 
     Example: antiphon router --policy round_robin --vllm-pd-disaggregation --prefill http://10.0.0.1:8001
     --decode http://10.0.0.2:8002 --host 0.0.0.0 --port 30000
     """
     spec = model_from_flags(RouterSpec, params)
+    not_compiled = use_compiled()
+    from antiphon.router.app import serve
+
     logging.basicConfig(
         level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     log = logging.getLogger("antiphon.router")
-    if not is_loopback(spec.host):
+    if not_compiled is not None:
+        log.info("running as Python: %s", not_compiled)
+    for notice in click.get_current_context().meta[_NOTICES]:
+        log.warning("%s", notice)
+    if not is_loopback(spec.host) and spec.api_key_file is None:
         log.warning(
-            "listening on %s without client keys: anybody who reaches it may use the inference routes. "
-            "Receipts, metrics and status are %s",
+            "listening on %s without client keys: anybody who reaches it may use the inference routes "
+            "(--api-key-file names who may). Receipts, metrics, status and engines are %s",
             spec.host,
             "for this machine only" if spec.admin_key_file is None else "for who shows the admin key",
         )

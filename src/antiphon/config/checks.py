@@ -187,20 +187,22 @@ def check_hosts(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
 def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """The router is not published by accident, drains before it is killed, and its engines come from the pools."""
     router = compiled.spec.router
-    if not is_loopback(router.host) and not router.public_without_key:
+    if not is_loopback(router.host) and router.api_key_file is None and not router.public_without_key:
         message = (
-            f"{router.host} can be reached from other hosts, and there are no client keys in this version: anybody who "
-            "reaches it may use the inference routes"
+            f"{router.host} can be reached from other hosts, and no client needs a key: anybody who reaches it may use "
+            "the inference routes"
         )
         fix = (
-            "write 127.0.0.1, with an authenticating proxy in front where other hosts need it, or allow it with "
+            "name a file with the keys of clients in router.api_key_file, write 127.0.0.1, or allow it with "
             "router.public_without_key: true"
         )
         yield Problem("router.host", message, fix)
     grace_s = compiled.spec.supervisor.stop_grace_s
-    if "drain_timeout_s" in router.model_fields_set and router.drain_timeout_s >= max(grace_s, 1e-9):
+    names = [name for name in ("drain_timeout_s", "stop_notice_s") if name in router.model_fields_set]
+    stop_s = sum(getattr(router, name) for name in names)
+    if names and stop_s >= max(grace_s, 1e-9):
         message = (
-            f"{router.drain_timeout_s:g} s is not less than supervisor.stop_grace_s, {grace_s:g} s, after which the "
+            f"{stop_s:g} s is not less than supervisor.stop_grace_s, {grace_s:g} s, after which the "
             "router is killed, draining or not"
         )
         fix = (
@@ -208,13 +210,12 @@ def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             if grace_s
             else "write 0, or raise supervisor.stop_grace_s"
         )
-        yield Problem("router.drain_timeout_s", message, fix)
+        yield Problem(f"router.{names[0]}", f"with router.stop_notice_s {message}" if len(names) > 1 else message, fix)
     if router.port == 0:
         message = "0 takes any free port, which nobody else would know"
         yield Problem("router.port", message, "write a port, such as 30000")
-    if facts.admin_key_error is not None:
-        message = f"{router.admin_key_file}: {facts.admin_key_error}"
-        yield Problem("router.admin_key_file", message, "name a readable file that holds the key")
+    for field, message in facts.key_file_errors.items():
+        yield Problem(field, message, "name a readable text file that holds the key")
     for role in POOLS:
         if getattr(router, role):
             fix = f"remove it; the engines come from the {role} pool"

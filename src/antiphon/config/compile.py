@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from antiphon.config.cache_servers import CacheServer, cache_notices, cache_server_plan, place_cache_servers
@@ -20,7 +21,7 @@ from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.config.spec import Pool, Spec
 from antiphon.config.transfer import Transfer, cache_port, handover_max_s, lease_s, transfer_of
-from antiphon.config.vllm_args import engine_argv, engine_env, engine_unset_env
+from antiphon.config.vllm_args import API_KEY_ENV, engine_argv, engine_env, engine_unset_env
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
 DRAIN_SHARE = 2 / 3
@@ -116,9 +117,18 @@ def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer) -> ProcessPlan:
         kind="vllm",
         argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name)),
         env=engine_env(engine, spec.model),
+        env_files=_key_of_engine(engine, spec),
         unset_env=engine_unset_env(engine),
         **common,
     )
+
+
+def _key_of_engine(engine: Engine, spec: Spec) -> dict[str, str]:
+    """An engine of the deployment asks for the key that its router shows, unless its ``env`` names one."""
+    path = spec.router.worker_api_key_file
+    if path is None or API_KEY_ENV in engine.spec.env:
+        return {}
+    return {API_KEY_ENV: str(Path(path).expanduser())}
 
 
 def _simulated_argv(engine: Engine, spec: Spec, load_failure_policy: str) -> tuple[str, ...]:
@@ -172,8 +182,9 @@ def _filled_router(spec: Spec, plans: list[ProcessPlan], lease: int) -> tuple[Ro
         update["handover_timeout_s"] = longest_s
         notices.append(Notice("router.handover_timeout_s", f"{longest_s:g} s, within the lease of the KV, {lease} s"))
     grace_s = spec.supervisor.stop_grace_s
-    if "drain_timeout_s" not in router.model_fields_set and router.drain_timeout_s >= grace_s:
-        update["drain_timeout_s"] = drain_s = round(grace_s * DRAIN_SHARE, 3)
+    left_s = max(0.0, grace_s - router.stop_notice_s)
+    if "drain_timeout_s" not in router.model_fields_set and router.drain_timeout_s >= left_s:
+        update["drain_timeout_s"] = drain_s = round(left_s * DRAIN_SHARE, 3)
         notices.append(
             Notice("router.drain_timeout_s", f"{drain_s:g} s, within supervisor.stop_grace_s, {grace_s:g} s")
         )

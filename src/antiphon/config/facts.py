@@ -18,9 +18,11 @@ from antiphon.config.cache_server_spec import default_runtime_dir
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
+from antiphon.config.key_files import read_key, read_keys
 from antiphon.config.model_shape import kv_values_per_token, longest_request_tokens
 from antiphon.config.resolve import Engine
 from antiphon.config.vllm_args import looks_like_folder
+from antiphon.core.errors import ConfigError
 from antiphon.core.memory import available_memory_bytes
 
 PROBE_TIMEOUT_S = 20.0
@@ -106,8 +108,8 @@ class HostFacts:
     """Processes of this very deployment that run already, and their ports: what they hold, they need not find free."""
     interpreters: Mapping[InterpreterKey, InterpreterFacts] = field(default_factory=dict)
     model: ModelFacts = ModelFacts()
-    admin_key_error: str | None = None
-    """Why ``router.admin_key_file`` cannot be used."""
+    key_file_errors: Mapping[str, str] = field(default_factory=dict)
+    """Why files with keys that processes of this host read cannot be used, by the field that names them."""
     mem_total_bytes: int | None = None
     """All the memory that processes of this host may have together; None: not known, and not checked."""
     runtime_dir: str = "/run/user/1000/antiphon"
@@ -135,7 +137,7 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             ports_in_use=_ports_in_use(compiled, local_hosts),
             interpreters=dict(zip(keys, answers, strict=True)),
             model=_model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
-            admin_key_error=_admin_key_error(compiled.spec.router.admin_key_file),
+            key_file_errors=_key_file_errors(compiled, local_hosts),
             mem_total_bytes=_mem_total_bytes(),
             runtime_dir=default_runtime_dir(),
         )
@@ -227,11 +229,20 @@ def _model_facts(path: str) -> ModelFacts:
     )
 
 
-def _admin_key_error(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        text = Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        return getattr(error, "strerror", None) or "is not text"
-    return None if text.strip() else "is empty"
+def _key_file_errors(compiled: Compiled, local_hosts: frozenset[str]) -> dict[str, str]:
+    here = [plan for plan in compiled.plans if plan.host in local_hosts]
+    has_router = any(plan.role == "router" for plan in here)
+    needs_worker_key = has_router or any(plan.env_files for plan in here)
+    errors = {}
+    for name, read, is_needed in (
+        ("api_key_file", read_keys, has_router),
+        ("worker_api_key_file", read_key, needs_worker_key),
+        ("admin_key_file", read_key, has_router),
+    ):
+        path = getattr(compiled.spec.router, name)
+        try:
+            if path is not None and is_needed:
+                read(path, f"router.{name}")
+        except ConfigError as error:
+            errors[f"router.{name}"] = error.message
+    return errors

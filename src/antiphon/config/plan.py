@@ -34,6 +34,9 @@ class ProcessPlan:
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     """Variables added to the inherited environment."""
+    env_files: dict[str, str] = field(default_factory=dict)
+    """Variables whose value is the key that a file holds, by the file's path; read when the process is started, so that
+    the plan holds no secret."""
     unset_env: tuple[str, ...] = ()
     """Variables removed from the inherited environment."""
     ports: dict[str, int] = field(default_factory=dict)

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 from antiphon.config.plan import ProcessPlan
 
+_KEY = shlex.quote(r"s/^[[:space:]]*\([^#[:space:]][^[:space:]]*\).*/\1/p")
+"""What sed takes out of a file with one key: comments and white space are none of it."""
+
 
 def render_shell(plans: Iterable[ProcessPlan]) -> str:
     """Each plan as a comment that says where it runs, and a command with its environment in front of it."""
@@ -15,7 +18,8 @@ def render_shell(plans: Iterable[ProcessPlan]) -> str:
 
 
 def render_json(plans: Iterable[ProcessPlan]) -> str:
-    """``{"processes": [{name, role, kind, host, argv, env, unset_env, ports, base_url, ready_path, model_name}]}``."""
+    """``{"processes": [{name, role, kind, host, argv, env, env_files, unset_env, ports, base_url, ready_path,
+    model_name}]}``."""
     processes = [
         {
             "name": plan.name,
@@ -24,6 +28,7 @@ def render_json(plans: Iterable[ProcessPlan]) -> str:
             "host": plan.host,
             "argv": list(plan.argv),
             "env": plan.env,
+            "env_files": plan.env_files,
             "unset_env": list(plan.unset_env),
             "ports": plan.ports,
             "base_url": plan.base_url,
@@ -38,6 +43,7 @@ def render_json(plans: Iterable[ProcessPlan]) -> str:
 def _shell(plan: ProcessPlan) -> str:
     ports = ", ".join(f"{use.replace('_', ' ')} port {port}" for use, port in plan.ports.items())
     lines = [f"{name}={shlex.quote(value)}" for name, value in plan.env.items()]
+    lines += [f'{name}="$(sed -n {_KEY} {shlex.quote(path)})"' for name, path in plan.env_files.items()]
     if plan.unset_env:
         # A variable is removed by env, which takes the others along.
         lines.insert(0, "env " + " ".join(f"-u {name}" for name in plan.unset_env))

@@ -12,28 +12,35 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from antiphon.config.hosts import http_url
 from antiphon.config.model import SpecModel
 
 
-def _engine_url(url: str) -> str:
-    """``url`` without a trailing slash; ValueError unless it is ``http://host:port``."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is not the URL of an engine: write http://HOST:PORT")
-    if parts.port is None:
-        raise ValueError(f"{url!r} has no port: write http://HOST:PORT")
-    return url.rstrip("/")
+def engine_url(url: str) -> str:
+    """``url`` in the one spelling that an engine is known by; ValueError unless it is ``http://host:port``."""
+    wrong = f"{url[:200]!r} is not the URL of an engine: write http://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(wrong) from None
+    rest = (parts.path.rstrip("/"), parts.query, parts.fragment, parts.username, parts.password)
+    if parts.scheme != "http" or not host or any(rest) or not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError(wrong)
+    if not port:
+        raise ValueError(f"{url[:200]!r} has no port: write http://HOST:PORT")
+    return http_url(host, port)
 
 
 def _admin_url(url: str) -> str:
     """``url`` without a trailing slash; ValueError unless it is ``http://host:port``."""
     try:
-        return _engine_url(url)
+        return engine_url(url)
     except ValueError as error:
         raise ValueError(str(error).replace("URL of an engine", "admin URL of a cache server")) from error
 
 
-EngineUrl = Annotated[str, AfterValidator(_engine_url)]
+EngineUrl = Annotated[str, AfterValidator(engine_url)]
 AdminUrl = Annotated[str, AfterValidator(_admin_url)]
 
 
@@ -47,7 +54,7 @@ class RouterSpec(SpecModel):
         default="127.0.0.1",
         min_length=1,
         description="Address that the router listens on. Loopback by default, so that nothing is published by "
-        "accident; any other address needs public_without_key.",
+        "accident; any other address needs api_key_file or public_without_key.",
     )
     port: int = Field(
         default=30000,
@@ -176,6 +183,15 @@ class RouterSpec(SpecModel):
         description="Largest request body in bytes, 1 KiB to 2 GiB; the default (128 MiB) is a long chat "
         "with images inline. More is 413.",
     )
+    head_read_timeout_s: float = Field(
+        default=15.0,
+        gt=0,
+        le=3600,
+        description="Seconds from the first byte of a request to the end of its head, 0 to 3600; bounds slow senders.",
+    )
+    header_count_max: int = Field(
+        default=128, ge=8, le=10000, description="Header fields of a request, 8 to 10000; more is 431."
+    )
     header_max_bytes: int = Field(
         default=65536, ge=1024, le=1048576, description="Largest request head in bytes, 1 KiB to 1 MiB; more is 431."
     )
@@ -213,6 +229,14 @@ class RouterSpec(SpecModel):
         description="Seconds that requests in flight may take to end when the router stops, 0 to 3600; less than "
         "supervisor.stop_grace_s, after which it would be killed.",
     )
+    stop_notice_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=3600,
+        description="Seconds, from the signal to stop, in which /readiness says that the router stops while requests "
+        "are still taken, so that a load balancer looks elsewhere first, 0 to 3600. With drain_timeout_s less than "
+        "supervisor.stop_grace_s.",
+    )
     handover_timeout_s: float = Field(
         default=20.0,
         gt=0,
@@ -228,6 +252,36 @@ class RouterSpec(SpecModel):
         description="Seconds a decode request whose client has left is still held, 0 to 60, so that the engine "
         "admits it, pulls the KV and the prefill engine frees its blocks.",
     )
+    warm_pairs: bool = Field(
+        default=True,
+        description="Let a decode engine pull a prompt of the router's own from a prefill engine before their pair "
+        "serves a client, since their first transfer needs a handshake: for engines that are added at run time, which "
+        "wait for it, and for those that come back.",
+    )
+    warm_pairs_at_start: bool = Field(
+        default=False,
+        description="Warm the pairs of the engines known at the start too, beside their traffic: one tiny request for "
+        "each pair.",
+    )
+    warm_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=3600,
+        description="Seconds that an added engine may take to answer and its pairs to be warmed, 0 to 3600; then it "
+        "takes requests in any case.",
+    )
+    api_key_file: str | None = Field(
+        default=None,
+        description="File with the API keys of clients, one a line; lines that begin with # are left out. With it, "
+        "every route but health and the admin routes asks for one of them (Authorization: Bearer KEY, or x-api-key: "
+        "KEY). Read at start. There is no --api-key: command lines are visible to every user of a machine.",
+    )
+    worker_api_key_file: str | None = Field(
+        default=None,
+        description="File with the one key that engines are shown (Authorization: Bearer KEY), health checks included, "
+        "instead of what clients send. Without it a client's Authorization goes on to engines, unless api_key_file is "
+        "set: keys that the router checks reach no engine.",
+    )
     admin_key_file: str | None = Field(
         default=None,
         description="File with the key that admin routes and receipts ask for (Authorization: Bearer KEY). "
@@ -235,8 +289,8 @@ class RouterSpec(SpecModel):
     )
     public_without_key: bool = Field(
         default=False,
-        description="Allow an address other than loopback, although there are no client keys in this version: anybody "
-        "who reaches it may use the inference routes. admin_key_file protects the other routes only.",
+        description="Allow an address other than loopback without api_key_file: anybody who reaches it may use the "
+        "inference routes. admin_key_file protects the other routes only.",
     )
     request_id_tag: bool = Field(
         default=True,
@@ -246,5 +300,7 @@ class RouterSpec(SpecModel):
         default="info", description="Least severe level that is logged."
     )
     access_log: bool = Field(
-        default=False, description="Log one line a request. Off by default: it costs CPU for each request."
+        default=False,
+        description="Write one JSON object a line to standard output for each request (docs/metrics.md). Off by "
+        "default: it costs CPU for each request.",
     )

@@ -48,6 +48,10 @@ OWNED_ENV = {
 """Environment variables that the spec sets itself, and the field that does; they may not be repeated in ``env``."""
 
 
+API_KEY_ENV = "VLLM_API_KEY"
+"""Where vLLM takes the key from that it asks its clients for."""
+
+
 def engine_argv(engine: Engine, model: ModelSpec, transfer: dict[str, Any]) -> tuple[str, ...]:
     """The command line of ``engine``.
 

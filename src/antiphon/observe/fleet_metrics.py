@@ -10,6 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 _ABANDONED = ("handover_abandoned", "handover_failed", "late_handle")
 _RETRY = "retry_"
+_RETRY_KINDS = ("prefill", "prefill_again", "handover", "decode", "denied")
+_WAITING = frozenset(("received", "probing", "connecting_prefill", "backing_off", "connecting_decode"))
+"""Stages in which no engine has the request."""
 
 
 class EngineView(NamedTuple):
@@ -64,9 +67,10 @@ class FleetMetrics:
             "prefill), decode; denied: the budget was spent.",
             labels=["kind"],
         )
-        for name, number in counts.items():
-            if name.startswith(_RETRY):
-                retries.add_metric([name.removeprefix(_RETRY)], number)
+        numbers = dict.fromkeys(_RETRY_KINDS, 0)
+        numbers |= {name.removeprefix(_RETRY): number for name, number in counts.items() if name.startswith(_RETRY)}
+        for kind, number in numbers.items():
+            retries.add_metric([kind], number)
         yield retries
         yield _counter(
             "handovers_abandoned",
@@ -79,6 +83,45 @@ class FleetMetrics:
             counts.get("handover_completed", 0),
         )
         yield _counter("late_events", "Events of attempts that were over.", counts.get("late_event", 0))
+
+
+class StageMetrics:
+    """Where the requests in progress are, and what did not become one.
+
+    Args:
+        registry: where the series are read.
+        stages: the number of requests in each stage, those without one included; asked when the series are read.
+        refused: requests that the HTTP edge refused, by status.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, stages: Callable[[], Mapping[str, int]], refused: Mapping[int, int]
+    ) -> None:
+        self._stages = stages
+        self._refused = refused
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The series, for a registry."""
+        by_stage = GaugeMetricFamily(_name("requests_in_stage"), "Requests in progress, by stage.", labels=["stage"])
+        waiting = GaugeMetricFamily(
+            _name("queue_depth"),
+            "Requests that no engine has: they wait for a connection or for an engine to come back. There is no other "
+            "queue in the router; engines queue what they are sent.",
+        )
+        stages = self._stages()
+        for stage, number in stages.items():
+            by_stage.add_metric([stage], number)
+        waiting.add_metric([], sum(number for stage, number in stages.items() if stage in _WAITING))
+        refused = CounterMetricFamily(
+            _name("edge_refusals"),
+            "Requests that were not read, by status: 400 malformed, 408 slow, 413 and 431 too large, 429 too many sent "
+            "ahead, 503 no memory for it.",
+            labels=["status"],
+        )
+        for status, number in self._refused.items():
+            refused.add_metric([str(status)], number)
+        yield from (by_stage, waiting, refused)
 
 
 def _name(name: str) -> str:

@@ -6,10 +6,14 @@ that is not there was never given out or is too old.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 
 from antiphon.observe.token_sources import ReportedTokens
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+_NO_TRACE = "0" * 32
 
 
 class Receipt:
@@ -27,6 +31,8 @@ class Receipt:
     stream: bool = False
     client_request_id: str | None = None
     engine_request_id: str | None = None
+    traceparent: str | None = None
+    """The client's field of W3C trace context, as it came."""
     prefill: str | None = None
     """``host:port`` of the prefill engine."""
     decode: str | None = None
@@ -61,6 +67,7 @@ class Receipt:
             "stream": self.stream,
             "client_request_id": self.client_request_id,
             "engine_request_id": self.engine_request_id,
+            "trace_id": self.trace_id,
             "prefill": self.prefill,
             "decode": self.decode,
             "status": self.status,
@@ -71,14 +78,25 @@ class Receipt:
                 "by_source": self.tokens_by_source,
                 "reported_by": "usage" if self.tokens_by_source else None,
             },
-            "ms": {
-                "prefill": _rounded(self.prefill_ms),
-                "handover": _rounded(self.handover_ms),
-                "first_token": _rounded(self.first_token_ms),
-                "total": _rounded(self.total_ms),
-            },
+            "ms": self.times_ms,
             "num_events": self.num_events,
         }
+
+    @property
+    def times_ms(self) -> dict[str, float | None]:
+        """Durations in milliseconds, rounded."""
+        return {
+            "prefill": _rounded(self.prefill_ms),
+            "handover": _rounded(self.handover_ms),
+            "first_token": _rounded(self.first_token_ms),
+            "total": _rounded(self.total_ms),
+        }
+
+    @property
+    def trace_id(self) -> str | None:
+        """The trace that the client's ``traceparent`` names; None where it names none."""
+        found = _TRACEPARENT.fullmatch(self.traceparent) if self.traceparent is not None else None
+        return None if found is None or found[1] == _NO_TRACE else found[1]
 
     @property
     def tokens_by_source(self) -> dict[str, int]:

@@ -29,6 +29,11 @@ class Tally:
         """One more, with these values of the labels in their order."""
         self._counts[values] = self._counts.get(values, 0) + 1
 
+    def forget(self, *values: str | int) -> None:
+        """Drop every combination that begins with these values."""
+        for counted in [counted for counted in self._counts if counted[: len(values)] == values]:
+            del self._counts[counted]
+
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The series, for a registry."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)

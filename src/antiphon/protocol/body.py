@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from operator import itemgetter
 
 import msgspec
@@ -29,7 +28,6 @@ _start = itemgetter(1)
 _ENDS_VALUE = frozenset(b" \t\r\n,}")
 
 
-@dataclass(slots=True)
 class Body:
     """A JSON object as it was received.
 
@@ -38,16 +36,27 @@ class Body:
     take it.
     """
 
-    raw: bytes | bytearray
-    values: dict[str, msgspec.Raw]
-    spans: list[tuple[str, int, int]] = field(default_factory=list)
-    close: int = 0
-    """Index of the closing brace."""
+    __slots__ = ("close", "raw", "spans", "values")
+
+    def __init__(self, raw: bytes | bytearray, values: dict[str, msgspec.Raw]) -> None:
+        self.raw = raw
+        self.values = values
+        self.spans: list[tuple[str, int, int]] = []
+        self.close = 0
+        """Index of the closing brace."""
 
     def get(self, key: str) -> bytes | None:
         """The raw bytes of a top-level value, or None where the key is absent."""
         value = self.values.get(key)
         return None if value is None else bytes(value)
+
+    def sent(self, key: str) -> bytes | None:
+        """The same as the client sent it, of a key that :func:`scan` looked for. It differs from :meth:`get` where
+        the decoder was shown something else: see :func:`scan`."""
+        for name, start, end in reversed(self.spans):
+            if name == key:
+                return bytes(memoryview(self.raw)[start:end])
+        return None
 
     def splice(self, replace: Mapping[str, bytes], members: Mapping[str, bytes] | None = None) -> list[Buffer]:
         """The body with the values of ``replace`` (raw JSON by key), as buffers whose concatenation is the new body.
@@ -98,6 +107,9 @@ _FIND_MAX_BYTES = 4096
 def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
     """Read the top-level values of the JSON object ``raw``, and find where they stand.
 
+    What Python's JSON takes and the decoder does not, an engine is to judge: half a surrogate pair as an escape, NaN,
+    infinity. The decoder is shown other text of the same length in their place.
+
     Args:
         raw: the body.
         wanted: the keys that may be replaced, plain words; the places of others need not be found. None: all.
@@ -114,7 +126,12 @@ def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
     except msgspec.ValidationError:
         raise ProtocolError("the request body must be a JSON object") from None
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"the request body is not valid JSON: {error}") from None
+        strict = _strict(raw)
+        if strict is None:
+            raise ProtocolError(f"the request body is not valid JSON: {error}") from None
+        body = scan(strict, wanted)
+        body.raw = raw
+        return body
     except UnicodeDecodeError:
         raise ProtocolError("the request body is not valid UTF-8") from None
     except RecursionError:
@@ -134,6 +151,30 @@ def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
     return body
 
 
+_LOOSE_MAX_BYTES = 1_048_576
+"""A longer body has to be strict: what it is replaced by costs a moment for each occurrence."""
+_HALF_PAIR = re.compile(
+    rb"(?<!\\)((?:\\\\)*+)"  # an escaped backslash begins no escape
+    rb"(?:(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+_NO_NUMBER = re.compile(rb"(?<=[\[,:\s])(-?)(?:(NaN)|Infinity)(?=[\],}\s])")
+
+
+def _strict(raw: bytes | bytearray) -> bytes | None:
+    """A text of the same length that a strict decoder takes if Python's takes ``raw``; None where nothing differs.
+
+    No byte that ends or begins a value is touched, so that both have their values in the same places.
+    """
+    if len(raw) > _LOOSE_MAX_BYTES:
+        return None
+    strict = bytes(raw)
+    if strict.find(b"\\u") >= 0:
+        strict = _HALF_PAIR.sub(lambda found: found[0] if found[2] else found[1] + b"\\ufffd", strict)
+    if strict.find(b"NaN") >= 0 or strict.find(b"Infinity") >= 0:
+        strict = _NO_NUMBER.sub(lambda found: found[1] + (b"0.0" if found[2] else b"1.000000"), strict)
+    return strict if strict != raw else None
+
+
 def _find(body: Body, wanted: frozenset[str]) -> bool:
     """Fill in ``close``, and ``spans`` for the ``wanted`` keys; False where looking for their names is not enough.
 
@@ -141,7 +182,7 @@ def _find(body: Body, wanted: frozenset[str]) -> bool:
     at the top and it stands there once, that is the one; unless the key at the top was written with escapes.
     """
     raw, values, spans = body.raw, body.values, body.spans
-    present = wanted & values.keys()
+    present = wanted.intersection(values)
     if present and raw.find(b"\\") >= 0 and raw.find(b"\\u") >= 0:  # the first of them is quick
         return False
     for key in present:

@@ -1,4 +1,4 @@
-"""vLLM's hand-over fields: what is asked of the prefill engine, and what its answer holds.
+"""vLLM's hand-over fields, for each of its APIs: what is asked of the prefill engine, and what its answer holds.
 
 ``kv_transfer_params`` of the answer is passed on unread, as the bytes that arrived: its keys differ between vLLM
 versions.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from antiphon.core.errors import ProtocolError
-from antiphon.protocol.body import Body, Buffer, member
+from antiphon.protocol.body import Body, Buffer, member, scan
 
 PREFILL_PARAMS = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -19,21 +19,117 @@ PREFILL_PARAMS = (
 )
 """What a prefill request carries in ``kv_transfer_params`` (vLLM, NixlConnector)."""
 
-_ONE_TOKEN = {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"}
-_IF_PRESENT = {
-    "max_completion_tokens": b"1",
-    "n": b"1",
-}
-_IF_STREAMED = {"stream_options": b"null"}
-"""vLLM refuses them without ``stream``: then the prefill engine is to refuse them too, before it computes anything."""
+_Fields = Mapping[str, bytes]
 
 
-REPLACED = frozenset((*_ONE_TOKEN, *_IF_PRESENT, *_IF_STREAMED, "kv_transfer_params", "cache_salt"))
-"""Every key of a body that a request to an engine may replace."""
+class Handoff:
+    """How the requests of one API become a prefill.
 
-_PREFILL: dict[str, bytes] = {**_ONE_TOKEN, "kv_transfer_params": PREFILL_PARAMS}
-_PREFILL_MEMBERS = {key: member(key, value) for key, value in _PREFILL.items()}
-_NOT_PLAIN = frozenset((*_IF_PRESENT, *_IF_STREAMED))
+    Args:
+        always: what is asked of the prefill engine, by key, as raw JSON.
+        if_present: the same, where the client sent the key.
+        if_streamed: the same, where it also asked for a stream.
+        to_drain: the same, in a decode request whose only use is to pull the KV.
+    """
+
+    def __init__(
+        self,
+        always: _Fields,
+        if_present: _Fields | None = None,
+        if_streamed: _Fields | None = None,
+        to_drain: _Fields | None = None,
+    ) -> None:
+        self._always = {**always, "kv_transfer_params": PREFILL_PARAMS}
+        self._members = {key: member(key, value) for key, value in self._always.items()}
+        self._if_present = if_present or {}
+        self._if_streamed = if_streamed or {}
+        self._to_drain = to_drain or {}
+        self._not_plain = frozenset((*self._if_present, *self._if_streamed))
+        self.replaced = frozenset((*self._always, *self._not_plain, *self._to_drain, "cache_salt"))
+        """Every top-level key of a body that a request to an engine may replace."""
+
+    def prefill_fields(self, body: Body) -> Mapping[str, bytes]:
+        """The fields that turn a client's request into a prefill: one token, one sequence, a whole answer, and a
+        handle."""
+        if self._not_plain.isdisjoint(body.values):
+            return self._always
+        fields = {key: value for key, value in self._if_present.items() if key in body.values}
+        if body.get("stream") == b"true":
+            fields.update((key, value) for key, value in self._if_streamed.items() if key in body.values)
+        return {**fields, **self._always}
+
+    def prefill_body(self, body: Body) -> list[Buffer]:
+        """The client's request as a prefill: see :meth:`prefill_fields`."""
+        return body.splice(self.prefill_fields(body), self._members)
+
+    def drain_fields(self, body: Body, params: bytes) -> dict[str, bytes]:
+        """The fields of a decode request whose only use is to pull the KV, since the client has left."""
+        fields = {key: value for key, value in self._to_drain.items() if key in body.values}
+        return {**fields, **self.prefill_fields(body), "kv_transfer_params": params}
+
+
+class NestedHandoff(Handoff):
+    """The same, where the limits stand in an object within the body.
+
+    Args:
+        key: of that object.
+        inner: what is asked in it.
+        inner_if_present: the same, where the client sent the key.
+        rest: as for :class:`Handoff`, at the top of the body.
+    """
+
+    def __init__(self, key: str, inner: _Fields, inner_if_present: _Fields, rest: tuple[_Fields, _Fields]) -> None:
+        Handoff.__init__(self, rest[0], {key: b""}, rest[1])
+        self._key = key
+        self._inner = inner
+        self._inner_if_present = inner_if_present
+
+    def prefill_fields(self, body: Body) -> Mapping[str, bytes]:
+        """See :meth:`Handoff.prefill_fields`; an object that is none is left for the engine to refuse."""
+        fields = dict(Handoff.prefill_fields(self, body))
+        nested = nested_body(body, self._key)
+        if nested is None:
+            fields.pop(self._key, None)
+        else:
+            inner = {key: value for key, value in self._inner_if_present.items() if key in nested.values}
+            fields[self._key] = b"".join(nested.splice({**inner, **self._inner}))
+        return fields
+
+
+def nested_body(body: Body, key: str) -> Body | None:
+    """The object that is the value of ``key``, as it was sent; None where there is none.
+
+    Raises:
+        ProtocolError: it has too many keys.
+    """
+    text = body.sent(key)
+    return scan(text) if text is not None and text.startswith(b"{") else None
+
+
+# min_tokens keeps an end-of-sequence token from ending the prefill in a way that frees the blocks at once, on engines
+# that hand over only what ended by its length. vLLM refuses stream_options without a stream, before it computes
+# anything: only those of a stream are taken away.
+COMPLETION = Handoff(
+    {"max_tokens": b"1", "min_tokens": b"1", "stream": b"false"},
+    {"max_completion_tokens": b"1", "n": b"1"},
+    {"stream_options": b"null"},
+)
+"""Completions and chats."""
+
+RESPONSE = Handoff({"max_output_tokens": b"1", "stream": b"false", "store": b"false"})
+"""Responses: the prefill engine keeps none."""
+
+MESSAGE = Handoff({"max_tokens": b"1", "stream": b"false"}, to_drain={"thinking": b"null"})
+"""Messages. vLLM holds a thinking budget against ``max_tokens``, except in a prefill: a request that only pulls has
+none."""
+
+GENERATE = NestedHandoff(
+    "sampling_params",
+    {"max_tokens": b"1", "min_tokens": b"1"},
+    {"n": b"1"},
+    ({"stream": b"false"}, {"stream_options": b"null"}),
+)
+"""Tokens in, tokens out: the limits stand in ``sampling_params``."""
 
 
 class _Details(msgspec.Struct):
@@ -41,8 +137,14 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Of any API: each names its counts differently."""
+
     prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -79,32 +181,9 @@ class PrefillAnswer:
         """Of the life of the engine that made the handle; empty if it does not say."""
 
 
-def prefill_fields(body: Body) -> Mapping[str, bytes]:
-    """The fields that turn a client's request into a prefill: one token, one sequence, a whole answer, and a handle.
-
-    ``min_tokens`` is 1 so that an end-of-sequence token cannot end the request in a way that frees the blocks at once.
-    """
-    if _NOT_PLAIN.isdisjoint(body.values):
-        return _PREFILL
-    fields = {key: value for key, value in _IF_PRESENT.items() if key in body.values}
-    if body.get("stream") == b"true":
-        fields.update((key, value) for key, value in _IF_STREAMED.items() if key in body.values)
-    return fields | _PREFILL
-
-
-def prefill_body(body: Body) -> list[Buffer]:
-    """The client's request as a prefill: see :func:`prefill_fields`."""
-    return body.splice(prefill_fields(body), _PREFILL_MEMBERS)
-
-
 def decode_body(body: Body, params: bytes) -> list[Buffer]:
     """The client's request to a decode engine, with the handle that the prefill engine answered."""
     return body.splice({"kv_transfer_params": params}, {"kv_transfer_params": b'"kv_transfer_params":' + params})
-
-
-def drain_fields(body: Body, params: bytes) -> dict[str, bytes]:
-    """The fields of a decode request whose only use is to pull the KV, since the client has left."""
-    return {**prefill_fields(body), "kv_transfer_params": params}
 
 
 def read_prefill_answer(raw: bytes) -> PrefillAnswer:
@@ -118,11 +197,22 @@ def read_prefill_answer(raw: bytes) -> PrefillAnswer:
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError):
         raise ProtocolError("the prefill engine's answer is not a completion") from None
     params = bytes(answer.kv_transfer_params)
-    usage = answer.usage or _Usage()
-    details = usage.prompt_tokens_details or _Details()
+    prompt_tokens, cached_tokens = _counts(answer.usage or _Usage())
     if params == b"null":
-        return PrefillAnswer(None, usage.prompt_tokens, details.cached_tokens)
-    return PrefillAnswer(params, usage.prompt_tokens, details.cached_tokens, _engine_id_of(params))
+        return PrefillAnswer(None, prompt_tokens, cached_tokens)
+    return PrefillAnswer(params, prompt_tokens, cached_tokens, _engine_id_of(params))
+
+
+def _counts(usage: _Usage) -> tuple[int | None, int | None]:
+    """(prompt tokens, those of them that were cached), each None where the engine does not say."""
+    if usage.input_tokens is None:
+        details = usage.prompt_tokens_details or _Details()
+        return usage.prompt_tokens, details.cached_tokens
+    if usage.input_tokens_details is not None:
+        return usage.input_tokens, usage.input_tokens_details.cached_tokens
+    # A message's input tokens are those that no cache had a part in.
+    read, created = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+    return usage.input_tokens + (read or 0) + (created or 0), read
 
 
 def _engine_id_of(params: bytes) -> str:

@@ -54,9 +54,12 @@ def error_body(
     return json.dumps(error_object(message, status=status, kind=kind, code=code, param=param)).encode()
 
 
-def error_events(message: str, *, status: int, code: str | None = None) -> bytes:
-    """The end of a stream that cannot go on: one error event, then ``[DONE]``."""
-    return b"data: " + error_body(message, status=status, code=code) + b"\n\n" + DONE_EVENT
+def error_events(message: str, status: int, last: bytes = b"") -> bytes:
+    """The end of a stream that cannot go on: one error event, then ``[DONE]``.
+
+    ``last``, what the client got last, makes no difference here.
+    """
+    return b"data: " + error_body(message, status=status) + b"\n\n" + DONE_EVENT
 
 
 def curl_line(base_url: str, model: str) -> str:

@@ -1,7 +1,10 @@
-"""``cached_tokens`` of a usage object, replaced in the bytes of an answer.
+"""The counts of cached tokens in an answer's usage object, replaced in its bytes.
 
 A decode engine that pulled its prompt's KV counts all of it as cached. What reuse saved is what the prefill engine had
-cached, and that is what a client is to read. Nothing but the number is changed, and only where there is one.
+cached, and that is what a client is to read. Nothing but the numbers is changed, and only where there are some.
+
+Each function takes an answer, JSON or events, and the number that is to stand there; None writes null. What it must
+contain to be changed is named beside it: a text cannot contain that, since its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -11,15 +14,70 @@ import re
 from antiphon.protocol.body import Buffer
 
 HAS_CACHED_TOKENS = b'"cached_tokens"'
-"""What an answer must contain for :func:`with_cached_tokens` to change it; a text cannot: its quotes are escaped."""
+HAS_CACHE_READ = b'"cache_read_input_tokens"'
 
+USAGE_MAX_BYTES = 4096
+"""A usage object is shorter: what is passed on in pieces is looked at with as much of what came before."""
+
+_OBJECT = rb'"usage"\s*:\s*\{(?:[^{}]|\{[^{}]*+\})*?'
 _CACHED_TOKENS = re.compile(
-    rb'("usage"\s*:\s*\{(?:[^{}]|\{[^{}]*+\})*?'
-    rb'"(?:prompt|input)_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+'
+    rb"(" + _OBJECT + rb'"(?:prompt|input)_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+'
+    rb'(?:([^{}]*?"cached_tokens_per_turn"\s*:\s*\[)\d+(\]))?'
 )
+_MESSAGE_USAGE = re.compile(rb'"usage"\s*:\s*\{[^{}]*?"cache_read_input_tokens"\s*:\s*\d[^{}]*\}')
+_READ = re.compile(rb'("cache_read_input_tokens"\s*:\s*)(\d+)')
+_INPUT = re.compile(rb'("input_tokens"\s*:\s*)(\d+)')
 
 
 def with_cached_tokens(body: Buffer, cached_tokens: int | None) -> bytes:
-    """``body``, JSON or events, with ``cached_tokens`` of every usage object that has it set; None writes null."""
-    number = b"null" if cached_tokens is None else b"%d" % cached_tokens
-    return _CACHED_TOKENS.sub(rb"\g<1>" + number, bytes(body))
+    """The ``cached_tokens`` of every usage object. For answers that hold no JSON of the client's."""
+    number = _number(cached_tokens)
+    return _CACHED_TOKENS.sub(lambda found: _with_number(found, number), bytes(body))
+
+
+def with_cached_tokens_at_end(body: Buffer, cached_tokens: int | None) -> bytes:
+    """The ``cached_tokens`` of the last usage object, of a response: what comes before it may be the client's, as the
+    schema of a tool."""
+    body = bytes(body)
+    found = _last(_CACHED_TOKENS, body)
+    if found is None:
+        return body
+    return body[: found.start()] + _with_number(found, _number(cached_tokens)) + body[found.end() :]
+
+
+def with_cache_read(body: Buffer, cached_tokens: int | None) -> bytes:
+    """The ``cache_read_input_tokens`` of a message, and its ``input_tokens``, which are those that no cache had a part
+    in: their sum stays. Of every usage object of a stream; of a whole message, of the last one, since the input of a
+    tool is JSON of the model's."""
+    body = bytes(body)
+    if not body.startswith(b"{"):
+        return _MESSAGE_USAGE.sub(lambda found: _with_cache_read(found[0], cached_tokens), body)
+    found = _last(_MESSAGE_USAGE, body)
+    if found is None:
+        return body
+    return body[: found.start()] + _with_cache_read(found[0], cached_tokens) + body[found.end() :]
+
+
+def _with_number(found: re.Match[bytes], number: bytes) -> bytes:
+    changed = found[1] + number
+    return changed + found[2] + number + found[3] if found[2] is not None else changed
+
+
+def _with_cache_read(usage: bytes, cached_tokens: int | None) -> bytes:
+    read, rest = _READ.search(usage), _INPUT.search(usage)
+    assert read is not None, "found by it"
+    if rest is not None:
+        num_input = int(rest[2]) + int(read[2]) - (cached_tokens or 0)
+        usage = _INPUT.sub(rb"\g<1>%d" % max(num_input, 0), usage, count=1)
+    return _READ.sub(rb"\g<1>" + _number(cached_tokens), usage, count=1)
+
+
+def _number(cached_tokens: int | None) -> bytes:
+    return b"null" if cached_tokens is None else b"%d" % cached_tokens
+
+
+def _last(pattern: re.Pattern[bytes], body: bytes) -> re.Match[bytes] | None:
+    found = None
+    for each in pattern.finditer(body):
+        found = each
+    return found

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hmac
 import time
 from operator import attrgetter
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ConfigError, RequestRefused, UpstreamError
+from antiphon.core.errors import RequestRefused, UpstreamError
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import CONTENT_TYPE, RouterMetrics
 from antiphon.protocol import json
 from antiphon.protocol.openai import JSON
 from antiphon.router.engines import Engines
-from antiphon.router.headers import forwarded_headers
+from antiphon.router.keys import admin_key, bearer
 from antiphon.router.refusals import unavailable
 from antiphon.router.token_reports import READ_WAIT_MAX_S, TokenReports
 from antiphon.routing.endpoint import TIER_DOWN, TIER_WAITING, Cause, Endpoint
@@ -31,25 +30,6 @@ from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
 
 _TIER = attrgetter("tier")
-
-
-def read_admin_key(path: str | None) -> bytes | None:
-    """The admin key: the file's text without surrounding white space.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
-    if path is None:
-        return None
-    try:
-        key = Path(path).expanduser().read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", field="router.admin_key_file", remedy="make it readable"
-        ) from error
-    if not key:
-        raise ConfigError(f"{path} is empty", field="router.admin_key_file", remedy="write a key into it")
-    return key
 
 
 class Admin:
@@ -70,7 +50,7 @@ class Admin:
         self._metrics = metrics
         self._receipts = receipts
         self._reports = reports
-        self._key = read_admin_key(spec.admin_key_file)
+        self._key = admin_key(spec)
         self.is_draining = False
 
     def health(self, responder: Responder) -> None:
@@ -88,7 +68,7 @@ class Admin:
             reason = "the router is stopping"
         elif not pools["decode"]["usable"]:
             reason = "no decode engine is available"
-        elif pools["prefill"]["total"] and not pools["prefill"]["usable"]:
+        elif self._fleet.prefill.is_open and not pools["prefill"]["usable"]:
             reason = "no prefill engine is available"
         answer: dict[str, object] = {"status": "ready" if reason is None else "not_ready", **pools}
         if reason is not None:
@@ -99,8 +79,11 @@ class Admin:
         """``/v1/models`` of the first engine that answers, decode engines first."""
         known = [*self._fleet.decode.endpoints, *self._fleet.prefill.endpoints]
         for endpoint in sorted(known, key=_TIER):  # those that are down last: they may be back
+            if endpoint.state is EndpointState.REMOVED:
+                continue  # while another one was asked
             pool = self._engines.pool(endpoint)
-            head = request_head("GET", request.target, pool.authority, forwarded_headers(request), length=None)
+            lines = self._engines.access.forwarded_lines(request)
+            head = request_head("GET", request.target, pool.authority, lines, length=None)
             try:
                 response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
             except UpstreamError:
@@ -161,9 +144,8 @@ class Admin:
                 kind="permission_error",
                 code="admin_only_on_loopback",
             )
-        shown = request.header(b"authorization") or b""
-        scheme, _, key = shown.partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
+        key = bearer(request.header(b"authorization"))
+        if key is not None and hmac.compare_digest(key, self._key):
             return
         raise RequestRefused("the admin key is missing or wrong", status=401, kind="authentication_error", code="admin")
 
@@ -174,9 +156,11 @@ def endpoint_row(endpoint: Endpoint) -> dict[str, object]:
     return {
         "role": endpoint.role,
         "url": endpoint.url,
-        "state": endpoint.state.value,
+        "state": endpoint.shown_state.value,
         "cause": None if endpoint.cause is Cause.NONE else endpoint.cause.value,
-        "breaker": BREAKER[endpoint.state],
+        "is_warming": endpoint.is_held,
+        "is_leaving": endpoint.is_leaving,
+        "breaker": BREAKER[endpoint.shown_state],
         "tried_again_in_s": round(wait_s, 3) if wait_s > 0 and endpoint.tier in (TIER_WAITING, TIER_DOWN) else None,
         "active_requests": endpoint.num_active,
         "answered": endpoint.num_succeeded,

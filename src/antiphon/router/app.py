@@ -6,6 +6,7 @@ Routes that are not in the table are refused here; nothing is proxied by acciden
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import signal
@@ -15,44 +16,26 @@ from typing import Any
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, RequestRefused
-from antiphon.observe.fleet_metrics import EngineView, FleetMetrics
+from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.protocol.apis import COMPLETIONS
+from antiphon.router.access_log import refused_receipt
 from antiphon.router.admin import Admin
+from antiphon.router.endpoints import METHODS, Endpoints
 from antiphon.router.engines import Engines
 from antiphon.router.inference import Inference
+from antiphon.router.keys import CHALLENGE, client_keys
 from antiphon.router.refusals import send_refusal
+from antiphon.router.routes import HEALTH_GETS, ROUTES, allowed, check_route, is_admin
 from antiphon.router.token_reports import TokenReports
+from antiphon.router.warming import Warming
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.options import FleetOptions
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
 
 log = logging.getLogger("antiphon.router")
-
-SPLIT_ROUTES = frozenset(("/v1/completions", "/v1/chat/completions"))
-"""Routes that go through prefill and decode."""
-
-SINGLE_STAGE_ROUTES = frozenset(
-    (
-        "/v1/embeddings",
-        "/v2/embed",
-        "/pooling",
-        "/classify",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/tokenize",
-        "/detokenize",
-        "/v1/messages/count_tokens",
-    )
-)
-"""Routes that one decode engine serves alone."""
-
-_OPEN_GETS = frozenset(("/health", "/liveness", "/readiness", "/v1/models"))
-_ADMIN_GETS = frozenset(("/metrics", "/status", "/receipts"))
 
 
 class Router:
@@ -62,7 +45,7 @@ class Router:
         spec: its knobs; ``prefill`` and ``decode`` name the engines.
 
     Raises:
-        ConfigError: no decode engine is given, or the admin key cannot be read.
+        ConfigError: no decode engine is given, or a key cannot be read.
     """
 
     def __init__(self, spec: RouterSpec) -> None:
@@ -74,20 +57,31 @@ class Router:
         self.fleet = Fleet(dict.fromkeys(spec.prefill), dict.fromkeys(spec.decode), fleet_options(spec))
         self.metrics = RouterMetrics()
         FleetMetrics(self.metrics.registry, self.fleet.counts, self._engine_views)
+        for pool in (self.fleet.prefill, self.fleet.decode):
+            pool.when_gone(lambda endpoint: self.metrics.forget_engine(endpoint.role, endpoint.address))
         self.receipts = ReceiptRing(spec.receipts_max)
         self.engines = Engines(spec, self.fleet)
+        self.warming = Warming(spec, self.fleet, self.engines, self.metrics)
+        self.endpoints = Endpoints(self.fleet, self.engines, self.warming)
         self.reports = TokenReports(spec.cache_servers, spec.connect_timeout_s, self.receipts, self.metrics)
         self.admin = Admin(spec, self.fleet, self.engines, self.metrics, self.receipts, self.reports)
         self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
+            header_count_max=spec.header_count_max,
+            head_timeout_s=spec.head_read_timeout_s,
             body_max_bytes=spec.body_max_bytes,
             body_read_timeout_s=spec.body_read_timeout_s,
             keepalive_timeout_s=spec.keepalive_timeout_s,
             write_stall_timeout_s=spec.idle_timeout_s,
             connections_max=spec.connections_max,
         )
-        self.server = HttpServer(self.handle, limits, in_strands=True)
+        self._keys = client_keys(spec)
+        handler = self.handle if self._keys is None else self._handle_keyed
+        self.server = HttpServer(handler, limits, in_strands=True)
+        if self._keys is not None:
+            self.server.may_send = self._may_send
+        StageMetrics(self.metrics.registry, self.inference.num_by_stage, self.server.num_refused)
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, sock: socket.socket | None = None) -> int:
@@ -111,6 +105,7 @@ class Router:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
+        await self.warming.stop()
         await self.reports.stop()
         self.inference.close()
         self.engines.close()
@@ -121,7 +116,7 @@ class Router:
             yield EngineView(
                 endpoint.role,
                 endpoint.address,
-                endpoint.state.value,
+                endpoint.shown_state.value,
                 endpoint.is_usable,
                 endpoint.num_active,
                 endpoint.num_ejections,
@@ -130,27 +125,47 @@ class Router:
     def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
         """Serve one request; returns the work to be run."""
         if request.method == "POST":
-            path = request.path
-            if path in SPLIT_ROUTES:
-                return self.inference.serve(request, responder, may_split=True)
-            if path in SINGLE_STAGE_ROUTES:
-                return self.inference.serve(request, responder, may_split=False)
+            route = ROUTES.get(request.path)
+            if route is not None:
+                return self.inference.serve(request, responder, route)
         return self._serve_own(request, responder)
+
+    def _handle_keyed(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
+        """The same, where clients need a key. Health is for everybody, and the admin routes have a key of their own."""
+        assert self._keys is not None
+        path = request.path
+        refusal = None
+        if path not in HEALTH_GETS and path not in METHODS and not is_admin(path):
+            refusal = self._keys.refusal(request)
+        return self.handle(request, responder) if refusal is None else self._refuse_key(request, responder, refusal)
+
+    def _may_send(self, request: HttpRequest) -> bool:
+        """Whether a large body is worth its memory."""
+        return self._keys is None or self._keys.refusal(request) is None
+
+    async def _refuse_key(self, request: HttpRequest, responder: Responder, refusal: RequestRefused) -> None:
+        self.metrics.key_refusals.count(refusal.code or "")
+        if self.inference.access_log is not None:
+            self.inference.access_log.write(refused_receipt(request.path, refusal))
+        route = ROUTES.get(request.path)
+        send_refusal(responder, refusal, CHALLENGE, api=COMPLETIONS if route is None else route.api)
 
     async def _serve_own(self, request: HttpRequest, responder: Responder) -> None:
         try:
             await asyncio.create_task(self._handle_own(request, responder))  # it may use time-outs, which need a task
         except RequestRefused as refusal:
-            send_refusal(responder, refusal)
+            lines = CHALLENGE if refusal.status == 401 else b""
+            if refusal.status == 405:
+                lines = b"allow: %b\r\n" % ", ".join(_methods(request.path)).encode()
+            send_refusal(responder, refusal, lines)
 
     async def _handle_own(self, request: HttpRequest, responder: Responder) -> None:
         path = request.path
-        is_admin = path in _ADMIN_GETS or path.startswith("/receipts/")
-        known = is_admin or path in _OPEN_GETS or path in SPLIT_ROUTES or path in SINGLE_STAGE_ROUTES
-        if not known:
-            raise RequestRefused(f"{path[:200]} is not a route of this router", status=404, code="route_not_found")
-        if request.method not in ("GET", "HEAD") or path in SPLIT_ROUTES or path in SINGLE_STAGE_ROUTES:
-            raise RequestRefused(f"{path} does not take {request.method}", status=405, code="method_not_allowed")
+        if path in METHODS and request.method in METHODS[path]:
+            self.admin.check_access(request, responder)
+            self.endpoints.serve(request, responder)
+            return
+        check_route(request.method, path, _methods(path))
         if path in ("/health", "/liveness"):
             self.admin.health(responder)
         elif path == "/readiness":
@@ -171,6 +186,11 @@ class Router:
             await self.admin.receipt(request, responder)
 
 
+def _methods(path: str) -> tuple[str, ...]:
+    """The methods that a path takes; none for one that is no route."""
+    return tuple(sorted(METHODS[path])) if path in METHODS else allowed(path)
+
+
 def fleet_options(spec: RouterSpec) -> FleetOptions:
     """What the spec says of how engines are picked and judged."""
     return FleetOptions(
@@ -188,7 +208,8 @@ def fleet_options(spec: RouterSpec) -> FleetOptions:
 async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
     """Run a router until SIGTERM or SIGINT; returns how many requests were cut at the end.
 
-    A second signal ends the draining.
+    Readiness says so for ``stop_notice_s`` before connections are refused. A second signal ends the notice and the
+    draining.
 
     Args:
         announce: called with the port once the router listens.
@@ -198,10 +219,11 @@ async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
     # What exists now lives as long as the process, and requests leave little to collect: look less often.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    stopping = asyncio.Event()
+    stopping, hurrying = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
         if stopping.is_set():
+            hurrying.set()
             router.server.hurry()
         stopping.set()
 
@@ -209,5 +231,10 @@ async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
         loop.add_signal_handler(signum, on_signal)
     announce(await router.start())
     await stopping.wait()
+    router.admin.is_draining = True
+    if spec.stop_notice_s:
+        log.info("stopping in %g s: readiness says so", spec.stop_notice_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(hurrying.wait(), spec.stop_notice_s)
     log.info("stopping: %d requests in progress", router.inference.num_active)
     return await router.stop()

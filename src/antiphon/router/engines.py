@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConnectFailed, ConnectTimeout, OwnLimit, UpstreamError, UpstreamTimeout
+from antiphon.router.keys import engine_access
 from antiphon.routing.endpoint import Endpoint, Verdict
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.states import EndpointState
@@ -37,6 +38,7 @@ class _Line:
     probes: HttpPool
     due_s: float = 0.0
     check: asyncio.Task[None] | None = None
+    is_cut: bool = False
 
 
 class Engines:
@@ -48,6 +50,8 @@ class Engines:
         self._lines: dict[Endpoint, _Line] = {}
         self._pools: dict[Endpoint, HttpPool] = {}
         self._places = asyncio.Semaphore(PROBES_MAX)
+        self.access = engine_access(spec)
+        """What engines are shown with each request."""
         for pool in (fleet.prefill, fleet.decode):
             pool.when_gone(self._forget)
             pool.when_changed(_log_change)
@@ -56,7 +60,8 @@ class Engines:
 
     def add(self, endpoint: Endpoint) -> None:
         """Be ready to connect to ``endpoint``."""
-        if endpoint in self._lines:
+        known = self._lines.get(endpoint)
+        if known is not None and not known.is_cut:
             return
         parts = urlsplit(endpoint.url)
         assert parts.hostname is not None and parts.port is not None
@@ -72,6 +77,19 @@ class Engines:
         """The connections to ``endpoint``."""
         return self._pools[endpoint]
 
+    def hasten(self, endpoint: Endpoint) -> None:
+        """Check it at the next look."""
+        line = self._lines.get(endpoint)
+        if line is not None:
+            line.due_s = 0.0
+
+    def cut(self, endpoint: Endpoint) -> None:
+        """Cut every connection to it: requests in flight there are lost, and go where their lives say."""
+        line = self._lines.get(endpoint)
+        if line is not None:
+            line.is_cut = True
+            _close(line)
+
     async def watch(self) -> None:
         """Check every engine about every ``health_interval_s``, with jitter, until cancelled."""
         interval_s = self._spec.health_interval_s
@@ -79,7 +97,7 @@ class Engines:
         while True:
             now_s = loop.time()
             for endpoint, line in list(self._lines.items()):
-                if line.check is None and line.due_s <= now_s:
+                if line.check is None and line.due_s <= now_s and not line.is_cut:
                     line.due_s = now_s + interval_s * random.uniform(0.8, 1.2)
                     line.check = asyncio.create_task(self._check(endpoint, line))
             await asyncio.sleep(interval_s / _TICKS)
@@ -99,7 +117,7 @@ class Engines:
         if line is None:
             return
         probes, pool = line.probes, self._fleet.pool(endpoint.role)
-        head = request_head("GET", "/health", probes.authority, [(b"accept", b"*/*")], length=None)
+        head = request_head("GET", "/health", probes.authority, [(b"accept", b"*/*"), *self.access.fields], length=None)
         num_before = endpoint.num_succeeded
         try:
             response = await probes.fetch([head], timeout_s=self._spec.health_timeout_s)
@@ -136,6 +154,7 @@ class Engines:
 
     def _forget(self, endpoint: Endpoint) -> None:
         line = self._lines.pop(endpoint, None)
+        self._pools.pop(endpoint, None)
         if line is not None:
             _close(line)
 
@@ -148,6 +167,8 @@ def _close(line: _Line) -> None:
 
 
 def _log_change(endpoint: Endpoint, before: EndpointState) -> None:
+    if endpoint.is_held:
+        return  # whoever holds it says why
     level = logging.WARNING if endpoint.state in (EndpointState.DOWN, EndpointState.SUSPECT) else logging.INFO
     if before is EndpointState.DOWN and endpoint.state is EndpointState.SUSPECT:
         level = logging.INFO  # on its way back

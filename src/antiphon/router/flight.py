@@ -14,7 +14,6 @@ Invariant: a flight resolves once, when its life has finished.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +23,12 @@ from typing import Any
 from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
 from antiphon.observe.receipt import Receipt
 from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.protocol.apis import Api
 from antiphon.protocol.body import Body, Buffer
-from antiphon.protocol.handoff import decode_body, drain_fields, prefill_body, read_prefill_answer
-from antiphon.protocol.openai import error_events
+from antiphon.protocol.handoff import decode_body, read_prefill_answer
+from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
-from antiphon.router.headers import answer_lines, engine_request_id, forwarded_headers
+from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
 from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal
 from antiphon.router.relay import Relay, WholeAnswer
 from antiphon.routing.commands import (
@@ -68,8 +68,6 @@ from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lin
 from antiphon.transport.http.server import Responder
 from antiphon.transport.http.strand import Promise
 
-log = logging.getLogger("antiphon.router")
-
 _STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
 _WORDS = {stage: stage.value for stage in Stage}
 """Enum's ``value`` is a call into Python."""
@@ -89,7 +87,7 @@ class Desk:
     engines: Engines
     metrics: RouterMetrics
     is_tagged: bool
-    logs_access: bool
+    access_log: AccessLog | None
     flights: set[Flight] = field(default_factory=set)
     clock: Callable[[], float] = time.monotonic  # uvloop's own clock counts whole milliseconds
     chance: Callable[[], float] = random.random
@@ -103,6 +101,7 @@ class Flight(Promise[None]):
         request: complete.
         responder: to its client.
         receipt: to be filled in.
+        api: of the request and its answer.
     """
 
     life: Life
@@ -123,13 +122,14 @@ class Flight(Promise[None]):
     is_pulled = False
     """By a request whose answer nobody wanted."""
 
-    def __init__(self, desk: Desk, request: HttpRequest, responder: Responder, receipt: Receipt) -> None:
+    def __init__(self, desk: Desk, request: HttpRequest, responder: Responder, receipt: Receipt, api: Api) -> None:
         Promise.__init__(self)
         self.desk = desk
         self.request = request
         self.responder = responder
         self.receipt = receipt
-        self.forwarded = field_lines(forwarded_headers(request))
+        self.api = api
+        self.forwarded = desk.engines.access.forwarded_lines(request)
         self.began_s = desk.clock()
 
     def begin(self, life: Life, body: Body) -> None:
@@ -149,7 +149,7 @@ class Flight(Promise[None]):
         self.receipt.error = refusal.message
         self.receipt.status = refusal.status
         if not self.responder.is_disconnected:
-            send_refusal(self.responder, refusal, answer_lines(self.receipt))
+            send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
         self._close(Stage.FAILED)
 
     def cut(self, refusal: RequestRefused) -> None:
@@ -161,9 +161,9 @@ class Flight(Promise[None]):
         if not self.life.client_left and not self.responder.finished:
             if not self.responder.started:
                 self.receipt.status = refusal.status
-                send_refusal(self.responder, refusal, answer_lines(self.receipt))
+                send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
             elif self.relay is not None:
-                self.relay.break_off(error_events(refusal.message, status=refusal.status))
+                self.relay.break_off(refusal.message, refusal.status)
         outcome = _CANCELLED if self.life.client_left else Stage.FAILED
         self.life.cut()
         self._close(outcome)
@@ -221,7 +221,7 @@ class Flight(Promise[None]):
         desk.metrics.prefill_seconds.observe(seconds)
         if status != 200:
             self._refused(endpoint, response)
-            self.tell(PrefillAnswered(attempt, status, retry_after_s=_retry_after_s(response)))
+            self.tell(PrefillAnswered(attempt, status, retry_after_s=retry_after_s(response)))
             return
         try:
             answer = read_prefill_answer(response.body)
@@ -262,19 +262,21 @@ class Flight(Promise[None]):
         endpoint = self.life.endpoint
         assert endpoint is not None
         self._refused(endpoint, response)
-        self.tell(DecodeRefused(self.life.attempt, status, _retry_after_s(response)))
+        self.tell(DecodeRefused(self.life.attempt, status, retry_after_s(response)))
 
-    def ended(self, *, is_complete: bool, has_error: bool) -> None:
+    def ended(self, *, is_complete: bool, has_error: bool, is_json: bool = True) -> None:
         """The decode engine's answer has ended."""
         life = self.life
         endpoint = life.endpoint
         assert endpoint is not None
         if not is_complete:
             self._engine_error(endpoint, "lost")
-            self.receipt.error = "the decode engine ended its stream without [DONE]"
+            self.receipt.error = "the decode engine ended its stream before its end"
         elif has_error:
             self._engine_error(endpoint, "status")
             self.receipt.error = "the decode engine ended its stream with an error event"
+        elif not is_json:
+            self._engine_error(endpoint, "garbage")
         self.tell(StreamEnded(life.attempt, is_complete, has_error))
 
     def lost(self, error: UpstreamError) -> None:
@@ -300,6 +302,7 @@ class Flight(Promise[None]):
             self._connected(command, connection)
 
     async def _make_connection(self, command: Connecting) -> None:
+        began_s = self.desk.clock()
         try:
             connection = await self.desk.engines.pool(command.endpoint).acquire()
         except ConnectFailed as error:
@@ -309,6 +312,7 @@ class Flight(Promise[None]):
             self.tell(ConnectRefused(command.attempt, isinstance(error, OwnLimit)))
         else:
             self.connecting = None
+            self.desk.metrics.connect_seconds.observe(self.desk.clock() - began_s)
             self._connected(command, connection)
 
     def _connected(self, command: Connecting, connection: HttpClientConnection) -> None:
@@ -327,7 +331,7 @@ class Flight(Promise[None]):
         desk, receipt, endpoint = self.desk, self.receipt, command.endpoint
         receipt.prefill = address = endpoint.address
         request_id = engine_request_id(command.request_id, address, None, tagged=desk.is_tagged)
-        buffers = self._buffers(endpoint, request_id, prefill_body(self.body))
+        buffers = self._buffers(endpoint, request_id, self.api.handoff.prefill_body(self.body))
         desk.metrics.engine_requests.count("prefill", address)
         self.sent_s = desk.clock()
         self.exchange = exchange = WholeAnswer(self, connection)
@@ -358,7 +362,7 @@ class Flight(Promise[None]):
         """
         connection, params, endpoint = self.connection, command.handle.value, command.endpoint
         assert connection is not None and isinstance(params, bytes)
-        fields = drain_fields(self.body, params)
+        fields = self.api.handoff.drain_fields(self.body, params)
         if command.is_salted:
             fields["cache_salt"] = b'"antiphon-free-%b"' % self.receipt.id.encode()
             request_id = f"free-{command.request_id}"
@@ -386,7 +390,7 @@ class Flight(Promise[None]):
         self.receipt.error = self.receipt.error or refusal.message
         self.receipt.status = refusal.status
         self.responder.on_disconnect = None
-        send_refusal(self.responder, refusal, answer_lines(self.receipt), command.retry_after_s)
+        send_refusal(self.responder, refusal, answer_lines(self.receipt), command.retry_after_s, self.api)
 
     def _end_stream_with_error(self, command: EndStreamWithError) -> None:
         message = broken_off(command)
@@ -394,7 +398,7 @@ class Flight(Promise[None]):
         self.desk.metrics.truncations.inc()
         assert self.relay is not None
         self.responder.on_disconnect = None
-        self.relay.break_off(error_events(message, status=command.status))
+        self.relay.break_off(message, command.status)
 
     def _finish(self, command: Finish) -> None:
         if self.left_before_first_byte and self.life.handle is not None and (self.is_pulled or self.relay is not None):
@@ -458,30 +462,24 @@ class Flight(Promise[None]):
     def _close(self, outcome: Stage, error: Exception | None = None) -> None:
         """The one place where a request ends."""
         desk, receipt = self.desk, self.receipt
-        seconds = desk.clock() - self.began_s
+        now_s = desk.clock()
+        seconds = now_s - self.began_s
         desk.flights.discard(self)
         self.responder.on_disconnect = None
-        receipt.outcome = word = _WORDS[outcome]
+        receipt.outcome = _WORDS[outcome]
         receipt.total_ms = seconds * 1000
         if outcome is _CANCELLED:
             receipt.status = None
         if self.relay is not None:
             receipt.num_events = self.relay.num_pieces
         self.exchange = self.relay = None  # each knows the other: the collector is not to find them
-        metrics = desk.metrics
-        metrics.requests.count(receipt.route, receipt.path or "none", word, receipt.status or 0)
-        metrics.request_seconds.observe(seconds)
-        if desk.logs_access:
-            log.info("%s", receipt.as_dict())
+        desk.metrics.request_ended(receipt, seconds, now_s - (self.handed_over_s or self.began_s))
+        if desk.access_log is not None:
+            desk.access_log.write(receipt)
         if error is None:
             self.resolve(None)
         else:
             self.fail(error)
-
-
-def _retry_after_s(response: HttpResponse) -> int | None:
-    text = response.header(b"retry-after")
-    return int(text) if text is not None and text.isdigit() and len(text) < 6 else None
 
 
 _DO: dict[type[Command], Callable[[Flight, Any], None]] = {

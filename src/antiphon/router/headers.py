@@ -10,15 +10,18 @@ import re
 
 from antiphon.observe.receipt import Receipt
 from antiphon.observe.token_sources import Leg
-from antiphon.transport.http.message import HOP_BY_HOP, HttpRequest, field_lines
+from antiphon.transport.http.message import HOP_BY_HOP, HttpRequest, HttpResponse, field_lines
 
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+"""Fields of a client that no engine gets."""
 _NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
 
 
-def forwarded_headers(request: HttpRequest) -> list[tuple[bytes, bytes]]:
-    """The client's fields that an engine gets. ``accept-encoding`` is left out: events are read on their way back."""
-    dropped = _NOT_FORWARDED
+def forwarded_headers(request: HttpRequest, dropped: frozenset[bytes] = NOT_FORWARDED) -> list[tuple[bytes, bytes]]:
+    """The client's fields that an engine gets, as they came: all but those ``dropped``, W3C trace context among them.
+
+    ``accept-encoding`` is left out: events are read on their way back.
+    """
     named = request.first.get(b"connection")
     if named is not None:
         dropped = dropped | {name.strip().lower() for name in named.split(b",")}
@@ -28,6 +31,12 @@ def forwarded_headers(request: HttpRequest) -> list[tuple[bytes, bytes]]:
 def returned_lines(headers: list[tuple[bytes, bytes]]) -> bytes:
     """An engine's fields that the client gets, as they are written."""
     return field_lines([field for field in headers if field[0] not in _NOT_RETURNED])
+
+
+def retry_after_s(response: HttpResponse) -> int | None:
+    """The whole seconds that an engine asks to be left alone; None where it names none."""
+    text = response.header(b"retry-after")
+    return int(text) if text is not None and text.isdigit() and len(text) < 6 else None
 
 
 def engine_request_id(token: str, prefill: str | None, decode: str | None, *, tagged: bool) -> str:

@@ -19,15 +19,17 @@ from antiphon.core.errors import ProtocolError, RequestRefused
 from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.body import Body, scan
-from antiphon.protocol.handoff import REPLACED
+from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
 from antiphon.router.flight import Desk, Flight
 from antiphon.router.refusals import stopping
+from antiphon.router.routes import Route
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
 from antiphon.routing.options import LifeOptions
-from antiphon.routing.path import SINGLE_STAGE, choose_path
+from antiphon.routing.path import SINGLE_STAGE, choose_path, served_alone
 from antiphon.routing.pickers import affinity_key
+from antiphon.routing.states import OUTCOMES, Stage
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
 
@@ -56,7 +58,8 @@ class Inference:
         self._metrics = metrics
         self._receipts = receipts
         self._random = random.Random()  # ids need to be unique, not secret
-        self._desk = Desk(engines, metrics, spec.request_id_tag, spec.access_log, chance=self._random.random)
+        self.access_log = AccessLog() if spec.access_log else None
+        self._desk = Desk(engines, metrics, spec.request_id_tag, self.access_log, chance=self._random.random)
         self._loop = asyncio.get_running_loop()
         self._look: asyncio.TimerHandle | None = None
 
@@ -65,16 +68,26 @@ class Inference:
         """Requests in progress."""
         return len(self._desk.flights)
 
-    async def serve(self, request: HttpRequest, responder: Responder, *, may_split: bool) -> None:
-        """Answer one POST on an inference route; ``may_split`` is false for routes that one engine serves alone."""
+    def num_by_stage(self) -> dict[str, int]:
+        """Requests in progress by stage, every stage named."""
+        numbers = {stage.value: 0 for stage in Stage if stage not in OUTCOMES}
+        for flight in self._desk.flights:
+            numbers[flight.life.stage.value] += 1
+        return numbers
+
+    async def serve(self, request: HttpRequest, responder: Responder, route: Route) -> None:
+        """Answer one POST on an inference route."""
         client_id = request.first.get(b"x-request-id")
         receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
         if client_id is not None:
             receipt.client_request_id = client_id.decode("latin-1")
-        flight = Flight(self._desk, request, responder, receipt)
+        traceparent = request.first.get(b"traceparent")
+        if traceparent is not None:
+            receipt.traceparent = traceparent.decode("latin-1")
+        flight = Flight(self._desk, request, responder, receipt, route.api)
         self._receipts.add(receipt)
         try:
-            body, life = self._read(request, receipt, may_split=may_split)
+            body, life = self._read(request, receipt, route)
         except RequestRefused as refusal:
             flight.refuse(refusal)
             return
@@ -90,18 +103,20 @@ class Inference:
             raise
 
     def close(self) -> None:
-        """Watch no more."""
+        """Watch no more, and write the rest of the access log."""
         if self._look is not None:
             self._look.cancel()
+        if self.access_log is not None:
+            self.access_log.close()
 
-    def _read(self, request: HttpRequest, receipt: Receipt, *, may_split: bool) -> tuple[Body, Life]:
+    def _read(self, request: HttpRequest, receipt: Receipt, route: Route) -> tuple[Body, Life]:
         """Read the body and choose the path.
 
         Raises:
             RequestRefused: the body cannot be served.
         """
         try:
-            body = scan(request.body, REPLACED)
+            body = scan(request.body, route.api.handoff.replaced) if route.is_json else Body(request.body, {})
         except ProtocolError as error:
             raise RequestRefused(error.message, code="invalid_json") from None
         values = body.values
@@ -113,10 +128,12 @@ class Inference:
                 param="kv_transfer_params",
             )
         choice = SINGLE_STAGE
-        if may_split:
-            choice = choose_path(
-                values, is_enabled=self._is_split, has_prefill_pool=bool(self._fleet.prefill.endpoints)
-            )
+        if route.is_split:
+            alone = route.judge(body) if route.judge is not None else None
+            if alone is None:
+                choice = choose_path(values, is_enabled=self._is_split, has_prefill_pool=self._fleet.prefill.is_open)
+            else:
+                choice = served_alone(alone)
         receipt.path, receipt.reason = choice.path, choice.reason
         if choice.path == "local":
             self._metrics.paths.count("local", choice.reason)
@@ -150,5 +167,5 @@ def life_options(spec: RouterSpec) -> LifeOptions:
 
 def _key_of(request: HttpRequest, body: Body) -> int | None:
     """What consistent_hash goes by: the session, else the user, else the beginning of the prompt."""
-    prompt = body.get("prompt") or body.get("messages") or body.get("input")
+    prompt = body.get("prompt") or body.get("messages") or body.get("input") or body.get("token_ids")
     return affinity_key(request.first.get(SESSION_HEADER), body.get("user"), prompt)

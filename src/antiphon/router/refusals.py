@@ -13,7 +13,8 @@ from antiphon.core.errors import (
     UpstreamLost,
     UpstreamTimeout,
 )
-from antiphon.protocol.openai import JSON, KIND_BY_STATUS, error_body
+from antiphon.protocol.apis import COMPLETIONS, Api
+from antiphon.protocol.openai import JSON, KIND_BY_STATUS
 from antiphon.routing.commands import EndStreamWithError, FailureCode, RespondError
 from antiphon.routing.endpoint import Role
 from antiphon.transport.http.server import Responder
@@ -78,11 +79,17 @@ def kind_of(error: UpstreamError) -> str:
 
 
 def send_refusal(
-    responder: Responder, refusal: RequestRefused, lines: bytes = b"", retry_after_s: int | None = None
+    responder: Responder,
+    refusal: RequestRefused,
+    lines: bytes = b"",
+    retry_after_s: int | None = None,
+    api: Api = COMPLETIONS,
 ) -> None:
-    """Answer with an OpenAI-shaped error, and further header fields as they are written; 429 and 503 say when to come
-    back."""
-    body = error_body(refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code, param=refusal.param)
+    """Answer with an error in the API's shape, and further header fields as they are written; 429 and 503 say when to
+    come back."""
+    body = api.error_body(
+        refusal.message, status=refusal.status, kind=refusal.kind, code=refusal.code, param=refusal.param
+    )
     lines += b"content-type: %b\r\n" % JSON
     if refusal.status in (429, 503):
         lines += b"retry-after: %d\r\n" % (retry_after_s or RETRY_AFTER_S)

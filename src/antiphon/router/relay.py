@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from antiphon.core.errors import ProtocolError, UpstreamError, UpstreamGarbage
 from antiphon.protocol import json
 from antiphon.protocol.body import Buffer
-from antiphon.protocol.openai import DONE_EVENT, EVENT_STREAM
-from antiphon.protocol.usage import HAS_CACHED_TOKENS, with_cached_tokens
+from antiphon.protocol.openai import EVENT_STREAM
+from antiphon.protocol.usage import USAGE_MAX_BYTES
 from antiphon.router.headers import answer_lines, returned_lines
 from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
 from antiphon.transport.http.message import HttpResponse
@@ -27,14 +27,18 @@ from antiphon.transport.http.server import Responder
 
 if TYPE_CHECKING:
     from antiphon.observe.receipt import Receipt
+    from antiphon.protocol.apis import Api
     from antiphon.routing.life import Life
 
 _EVENT_MAX_BYTES = 8_388_608
 """An event larger than this is passed on in pieces."""
 
+_JSON_BEGINS = (b"{", b"[")
+"""A whole answer begins with one of these; no more of it is looked at."""
+
 _END_OF_EVENT = b"\n\n"
-_FIRST_ERROR = b'data: {"error"'
-_ERROR_EVENT = _END_OF_EVENT + _FIRST_ERROR
+_NAME_MAX_BYTES = 64
+"""The name of an event is shorter."""
 
 
 class RelayOwner(Protocol):
@@ -43,6 +47,7 @@ class RelayOwner(Protocol):
     responder: Responder
     receipt: Receipt
     life: Life
+    api: Api
 
     def first_byte(self) -> None:
         """The first part of the answer is here: from now on the client gets it."""
@@ -50,8 +55,9 @@ class RelayOwner(Protocol):
     def declined(self, response: HttpResponse, status: int) -> None:
         """The engine answered with an error before any part of an answer."""
 
-    def ended(self, *, is_complete: bool, has_error: bool) -> None:
-        """The answer has ended; has_error: the engine says so itself, in its stream."""
+    def ended(self, *, is_complete: bool, has_error: bool, is_json: bool = True) -> None:
+        """The answer has ended; has_error: the engine says so itself, in its stream; is_json: false for a whole answer
+        that is none, which the client has got as it is."""
 
     def lost(self, error: UpstreamError) -> None:
         """The connection ended before the answer was complete."""
@@ -79,6 +85,9 @@ class Relay:
         self._owner = owner
         self._responder = owner.responder
         self._life = owner.life
+        self._api = api = owner.api
+        self._end = api.end
+        self._cached_tokens_key = api.cached_tokens_key
         self._connection = connection
         self._cached_tokens = cached_tokens
         self._headers: list[tuple[bytes, bytes]] = []
@@ -86,6 +95,7 @@ class Relay:
         self._pending: list[bytes] = []
         self._tail = b""
         self._last = self._last_but_one = b""
+        self._large_event = b""
 
     def start(self, buffers: Sequence[Buffer]) -> None:
         """Send the request."""
@@ -101,14 +111,15 @@ class Relay:
             self._let_go()
             self._connection.abort()
 
-    def break_off(self, events: bytes) -> None:
-        """End an answer that is under way: a stream with ``events`` after the whole events that have arrived."""
+    def break_off(self, message: str, status: int) -> None:
+        """End an answer that is under way: a stream with an error event after the whole events that have arrived; cut
+        what cannot have one after it."""
         self._let_go()
-        if not self.is_stream:
+        rest = self._whole_events() if self.is_stream else b""
+        if not self.is_stream or not self._last.endswith(_END_OF_EVENT):  # inside an event that is passed on in pieces
             self._responder.abort()
             return
-        rest = self._whole_events()
-        self._responder.end(rest if self._is_done else rest + events)
+        self._responder.end(rest if self._is_over else rest + self._api.error_events(message, status, self._last))
 
     # -- ResponseSink -----------------------------------------------------------------------------------------------
 
@@ -123,7 +134,7 @@ class Relay:
     def on_body(self, data: bytes) -> None:
         life = self._life
         life.last_byte_s = time.monotonic()
-        if life.client_left and self.status == 200:
+        if life.client_left and self.status == 200 and not (self.is_stream and self._api.preamble):
             self._owner.first_byte()  # it has admitted the request: nothing more is wanted
         elif self.is_stream:
             self.num_pieces += 1
@@ -137,8 +148,10 @@ class Relay:
         whole = self._whole_events()
         if not whole:
             return
-        if not self._responder.started and not self._start(whole):
-            return
+        if not self._responder.started:
+            whole = self._start(whole)
+            if not whole:
+                return
         if self._is_done:
             # What may still come is the end of the framing, which the client need not wait for.
             connection = self._connection
@@ -161,7 +174,7 @@ class Relay:
     def on_lost(self, error: UpstreamError) -> None:
         if self.is_stream and self._responder.started and not self._life.client_left:
             rest = self._whole_events()
-            if self._is_done:  # what is missing is the end of the framing
+            if self._is_over:  # what is missing is the end of the framing
                 self._finish(rest)
                 self._report_end()
                 return
@@ -177,16 +190,41 @@ class Relay:
 
     @property
     def _is_done(self) -> bool:
-        """Whether the stream has come to its ``[DONE]``."""
-        return self._last.endswith(DONE_EVENT) and not self._tail
+        """Whether the stream has come to its end, as its API marks it."""
+        end = self._end
+        if end is not None:
+            return self._last.endswith(end) and not self._tail
+        return self._last_event_is(self._api.end_names)
 
-    def _start(self, whole: bytes) -> bool:
-        """Begin the stream with its first whole events; false if that is not to be."""
-        if self.has_error_first or whole.startswith(_FIRST_ERROR):
-            self.has_error_first = True
-            self._whole += whole
+    @property
+    def _is_over(self) -> bool:
+        """The same, where nothing more can come: an error event that no mark follows is an end too."""
+        return self._is_done or (self._end is None and self._last_event_is((self._api.first_error,)))
+
+    def _last_event_is(self, names: tuple[bytes, ...]) -> bool:
+        """Whether the last whole event begins with one of ``names``, and nothing follows it."""
+        last = self._last
+        if self._tail or not last.endswith(_END_OF_EVENT):
             return False
-        return self._begin()
+        start = last.rfind(_END_OF_EVENT, 0, -2)
+        if start < 0 and self._large_event:
+            return self._large_event.startswith(names)
+        return last.startswith(names, start + 2 if start >= 0 else 0)
+
+    def _start(self, whole: bytes) -> bytes:
+        """Begin the stream with its first whole events; what is to be written, nothing if it is not to begin yet."""
+        api = self._api
+        if self.has_error_first or whole.startswith(api.first_error):
+            self._whole = whole if not self.has_error_first else self._whole + whole
+            self.has_error_first = True
+            return b""
+        if api.preamble:
+            whole = bytes(self._whole) + whole
+            if self._last_event_is(api.preamble) and len(whole) <= BODY_MAX_BYTES:
+                self._whole = whole
+                return b""
+            self._whole = b""
+        return whole if self._begin() else b""
 
     def _begin(self) -> bool:
         self._owner.first_byte()
@@ -198,13 +236,15 @@ class Relay:
 
     def _end_stream(self) -> None:
         rest = self._whole_events()
-        if not self._responder.started and not (rest and self._start(rest)):
+        if rest and not self._responder.started:
+            rest = self._start(rest)
+        if not self._responder.started:
             if self.has_error_first:
                 self._decline_stream()
             elif not self.is_over:
                 self._let_go()
                 self._owner.ended(is_complete=False, has_error=False)
-        elif self._is_done:
+        elif self._is_over:
             self._finish(rest)
             self._report_end()
         else:
@@ -218,13 +258,14 @@ class Relay:
         self._responder.end(rest)
 
     def _report_end(self) -> None:
-        """The stream is complete. vLLM writes an error event just before ``[DONE]``."""
-        has_error = _ERROR_EVENT in _END_OF_EVENT + self._last_but_one + self._last
+        """The stream is complete. vLLM writes an error event just before its end, or as the last one."""
+        has_error = _END_OF_EVENT + self._api.first_error in _END_OF_EVENT + self._last_but_one + self._last
         self._owner.ended(is_complete=True, has_error=has_error)
 
     def _decline_stream(self) -> None:
         """The whole stream is an error event: as an answer with the status that it names."""
-        text, _, _ = bytes(self._whole).removeprefix(b"data: ").partition(_END_OF_EVENT)
+        event, _, _ = bytes(self._whole).partition(_END_OF_EVENT)
+        _, _, text = event.partition(b"data: ")
         status = _status_in(text)
         self._let_go()
         self._owner.declined(HttpResponse(status, [(b"content-type", b"application/json")], text), status)
@@ -233,17 +274,19 @@ class Relay:
         """A whole answer is here, or the last piece of one that is too large to keep."""
         self._let_go()
         responder = self._responder
+        is_json = True
         if responder.started:
-            responder.end()
+            responder.end(self._tail)
         elif not self._life.client_left:
             self.num_pieces = 1
             body = self._whole
-            if self._cached_tokens != -1 and HAS_CACHED_TOKENS in body:
-                body = with_cached_tokens(body, self._cached_tokens)
+            is_json = body[:1] in _JSON_BEGINS or not self._api.answers_json
+            if self._cached_tokens != -1 and self._cached_tokens_key in body:
+                body = self._api.set_cached_tokens(body, self._cached_tokens)
             receipt = self._owner.receipt
             receipt.status = self.status
             responder.send(self.status, returned_lines(self._headers) + answer_lines(receipt), body)
-        self._owner.ended(is_complete=True, has_error=False)
+        self._owner.ended(is_complete=True, has_error=False, is_json=is_json)
 
     def _whole_events(self) -> bytes:
         """Take what has arrived, up to the end of the last whole event; the rest is kept for later."""
@@ -258,16 +301,18 @@ class Relay:
                 data, self._tail = data[:cut], data[cut:]
             elif len(data) <= _EVENT_MAX_BYTES:
                 data, self._tail = b"", data
+            elif not self._large_event:
+                self._large_event = data[:_NAME_MAX_BYTES]
         if data:
-            if self._cached_tokens != -1 and HAS_CACHED_TOKENS in data:
-                data = with_cached_tokens(data, self._cached_tokens)
+            if self._cached_tokens != -1 and self._cached_tokens_key in data:
+                data = self._api.set_cached_tokens(data, self._cached_tokens)
             self._last_but_one, self._last = self._last, data
         return data
 
     def _keep(self, data: bytes) -> None:
         """Keep a piece of an answer that is not a stream; one too large to keep is passed on as it comes."""
         if self._responder.started:
-            self._responder.write(data)
+            self._write_large(data)
             return
         if not self._whole:
             self._whole = data
@@ -284,8 +329,19 @@ class Relay:
             self._connection.abort()
             self._owner.lost(UpstreamGarbage(f"the engine's refusal is larger than {BODY_MAX_BYTES} bytes"))
         elif self._begin():
-            self._responder.write(bytes(self._whole))
-            self._whole = b""
+            whole, self._whole = bytes(self._whole), b""
+            self._write_large(whole)
+
+    def _write_large(self, data: bytes) -> None:
+        """Pass a piece of a large answer on; as much is held back as may be the beginning of a usage object."""
+        if self._cached_tokens != -1:
+            data = self._tail + data
+            if self._cached_tokens_key in data:
+                data = self._api.set_cached_tokens(data, self._cached_tokens)
+            cut = max(len(data) - USAGE_MAX_BYTES, 0)
+            data, self._tail = data[:cut], data[cut:]
+        if data:
+            self._responder.write(data)
 
     def _pause(self) -> None:
         self.is_paused = True

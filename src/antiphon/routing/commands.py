@@ -1,15 +1,18 @@
-"""What the life of a request asks of the shell, in the order in which it is to be done."""
+"""What the life of a request asks of the shell, in the order in which it is to be done.
+
+Constructors are written out: those that ``dataclass`` makes stay Python where this module is compiled.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.states import Stage
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Handle:
     """A prefill's KV, to be pulled once.
 
@@ -22,21 +25,32 @@ class Handle:
 
     prefill: Endpoint
     life: int
-    value: object
+    value: Any
     until_s: float
     is_spent: bool = False
     """A byte of a decode request with it was written: it is not sent to another engine."""
 
+    def __init__(self, prefill: Endpoint, life: int, value: Any, until_s: float, is_spent: bool = False) -> None:
+        self.prefill = prefill
+        self.life = life
+        self.value = value
+        self.until_s = until_s
+        self.is_spent = is_spent
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class ProbeDecode:
     """Connect to a decode engine and give the connection back: nothing is sent."""
 
     attempt: int
     endpoint: Endpoint
 
+    def __init__(self, attempt: int, endpoint: Endpoint) -> None:
+        self.attempt = attempt
+        self.endpoint = endpoint
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class ConnectPrefill:
     """Connect to a prefill engine, and send it the prefill request once connected.
 
@@ -48,16 +62,25 @@ class ConnectPrefill:
     endpoint: Endpoint
     request_id: str
 
+    def __init__(self, attempt: int, endpoint: Endpoint, request_id: str) -> None:
+        self.attempt = attempt
+        self.endpoint = endpoint
+        self.request_id = request_id
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class ConnectDecode:
     """Connect to a decode engine; what to send is said when it is connected."""
 
     attempt: int
     endpoint: Endpoint
 
+    def __init__(self, attempt: int, endpoint: Endpoint) -> None:
+        self.attempt = attempt
+        self.endpoint = endpoint
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class SendDecode:
     """Send the client's request.
 
@@ -70,8 +93,14 @@ class SendDecode:
     request_id: str
     handle: Handle | None
 
+    def __init__(self, attempt: int, endpoint: Endpoint, request_id: str, handle: Handle | None) -> None:
+        self.attempt = attempt
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.handle = handle
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class CompleteHandover:
     """Send a decode request of one token whose answer nobody wants, so that the KV is pulled and freed.
 
@@ -86,19 +115,32 @@ class CompleteHandover:
     handle: Handle
     is_salted: bool
 
+    def __init__(self, attempt: int, endpoint: Endpoint, request_id: str, handle: Handle, is_salted: bool) -> None:
+        self.attempt = attempt
+        self.endpoint = endpoint
+        self.request_id = request_id
+        self.handle = handle
+        self.is_salted = is_salted
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class CancelUpstream:
     """End the attempt's connection, or give it back where nothing was sent; nothing more is wanted from it."""
 
     attempt: int
 
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class PassOn:
     """The engine's own refusal is the client's answer."""
 
     attempt: int
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
 
 FailureCode = Literal[
@@ -119,7 +161,7 @@ FailureCode = Literal[
 ]
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class RespondError:
     """Tell the client, which has nothing of an answer yet.
 
@@ -132,8 +174,13 @@ class RespondError:
     code: FailureCode
     retry_after_s: int | None = None
 
+    def __init__(self, status: int, code: FailureCode, retry_after_s: int | None = None) -> None:
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class EndStreamWithError:
     """The client has a part of the answer: whole events so far, an error event, then ``[DONE]``; where the answer is no
     stream, cut the connection."""
@@ -141,8 +188,12 @@ class EndStreamWithError:
     status: int
     code: FailureCode
 
+    def __init__(self, status: int, code: FailureCode) -> None:
+        self.status = status
+        self.code = code
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class Finish:
     """The request is over; the last command of each, once.
 
@@ -151,6 +202,9 @@ class Finish:
     """
 
     outcome: Stage
+
+    def __init__(self, outcome: Stage) -> None:
+        self.outcome = outcome
 
 
 Command = (

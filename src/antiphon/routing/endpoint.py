@@ -87,11 +87,18 @@ class Endpoint:
     """Requests that it has answered, ever."""
     num_ejections: int = 0
     """How often it went from ready to suspect or down, ever."""
+    is_held: bool = False
+    """Added closed: it drains only until it is opened for the first time."""
     is_leaving: bool = False
     """Removed once its last request has ended."""
 
     def __post_init__(self) -> None:
         self.address = self.url.partition("://")[2] or self.url
+
+    @property
+    def shown_state(self) -> EndpointState:
+        """What operators see: one that is held has not been tried yet."""
+        return EndpointState.UNKNOWN if self.is_held else self.state
 
     @property
     def is_usable(self) -> bool:

@@ -1,10 +1,13 @@
 """What a shell tells the life of a request. Each event of an engine names the attempt that it belongs to, as the
 command that began the attempt did: what comes late, or twice, is recognised by it and changes nothing.
+
+Constructors are written out: those that ``dataclass`` makes stay Python where this module is compiled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -22,14 +25,17 @@ class Deadline:
     """The time that ``Life.deadline_s`` said has come."""
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Connected:
     """There is a connection to the engine."""
 
     attempt: int
 
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class ConnectRefused:
     """No connection could be made. No byte was written.
 
@@ -40,22 +46,32 @@ class ConnectRefused:
     attempt: int
     is_own_limit: bool = False
 
+    def __init__(self, attempt: int, is_own_limit: bool = False) -> None:
+        self.attempt = attempt
+        self.is_own_limit = is_own_limit
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class BytesWritten:
     """The first byte of the request has been given to the connection: the engine may have it."""
 
     attempt: int
 
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class PrefillHead:
     """The head of a prefill engine's answer with status 200 is here: the prefill has ended and may hold blocks."""
 
     attempt: int
 
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class PrefillAnswered:
     """A prefill engine has answered.
 
@@ -68,12 +84,21 @@ class PrefillAnswered:
 
     attempt: int
     status: int
-    handle: object | None = None
+    handle: Any = None
     engine_id: str = ""
     retry_after_s: int | None = None
 
+    def __init__(
+        self, attempt: int, status: int, handle: Any = None, engine_id: str = "", retry_after_s: int | None = None
+    ) -> None:
+        self.attempt = attempt
+        self.status = status
+        self.handle = handle
+        self.engine_id = engine_id
+        self.retry_after_s = retry_after_s
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class DecodeRefused:
     """A decode engine answered with an error before any token: a status of 400 or more, or an error event.
 
@@ -85,15 +110,23 @@ class DecodeRefused:
     status: int
     retry_after_s: int | None = None
 
+    def __init__(self, attempt: int, status: int, retry_after_s: int | None = None) -> None:
+        self.attempt = attempt
+        self.status = status
+        self.retry_after_s = retry_after_s
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class FirstByte:
     """The first byte of an answer that is passed on to the client."""
 
     attempt: int
 
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class StreamEnded:
     """The engine's answer has ended.
 
@@ -106,8 +139,13 @@ class StreamEnded:
     is_complete: bool = True
     has_error: bool = False
 
+    def __init__(self, attempt: int, is_complete: bool = True, has_error: bool = False) -> None:
+        self.attempt = attempt
+        self.is_complete = is_complete
+        self.has_error = has_error
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class UpstreamLost:
     """The connection ended before the answer was complete.
 
@@ -117,6 +155,10 @@ class UpstreamLost:
 
     attempt: int
     is_garbage: bool = False
+
+    def __init__(self, attempt: int, is_garbage: bool = False) -> None:
+        self.attempt = attempt
+        self.is_garbage = is_garbage
 
 
 EngineEvent = (

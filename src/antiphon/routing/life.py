@@ -56,13 +56,10 @@ class Life:
     """
 
     # What never changes in most requests stays a value of the class, and costs a request nothing.
-    stage = _S.RECEIVED
-    deadline_s = inf
-    """When the shell is to report ``Deadline``; it may change with each step."""
+    attempt = 0
     last_byte_s = 0.0
     """Set by the shell at each byte of an answer, and at any time while it is the client that does not take them."""
     client_left = False
-    attempt = 0
     endpoint: Endpoint | None = None
     """The engine of the attempt."""
     trial = 0
@@ -96,6 +93,9 @@ class Life:
         self, request_id: str, fleet: Fleet, options: LifeOptions, *, path: Path, key: int | None = None
     ) -> None:
         self.request_id = request_id
+        self.stage = _S.RECEIVED
+        self.deadline_s = inf
+        """When the shell is to report ``Deadline``; it may change with each step."""
         self.fleet = fleet
         self.options = options
         self.path: Path = path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ENDPOINTS_MAX = 128
-"""Endpoints of a pool: what the costs of picking are stated for."""
+ENDPOINTS_MAX = 1024
+"""Endpoints of a pool, as many as the spec takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Path = Literal["pd", "local"]
 
@@ -36,6 +36,9 @@ REASONS = (
     "beam_search",
     "echo",
     "prompt_logprobs",
+    "truncation",
+    "builtin_tools",
+    "tool_choice",
     "prefill_fallback",
 )
 
@@ -47,6 +50,16 @@ def _more_than_one(value: bytes) -> bool:
 
 def _is_set(value: bytes) -> bool:
     return value not in (b"null", b"false")
+
+
+def _is_negative(value: bytes) -> bool:
+    """The prompt is cut to what the limit of tokens leaves room for, which differs between the two engines."""
+    return value.startswith(b"-")
+
+
+def _is_not_disabled(value: bytes) -> bool:
+    """The same, of a response: whatever is not disabled, null too, is on."""
+    return value != b'"disabled"'
 
 
 def _is_list_of_prompts(value: bytes) -> bool:
@@ -65,28 +78,48 @@ _RULES: tuple[tuple[str, str, Callable[[bytes], bool]], ...] = (
     ("use_beam_search", "beam_search", _is_set),
     ("echo", "echo", _is_set),
     ("prompt_logprobs", "prompt_logprobs", _is_set),
+    ("prompt_logprob_token_ids", "prompt_logprobs", _is_set),
+    ("truncate_prompt_tokens", "truncation", _is_negative),
+    ("truncation", "truncation", _is_not_disabled),
 )
 _RARE_KEYS = frozenset(key for key, _, _ in _RULES if key != "prompt")
 _LOCAL = {reason: PathChoice("local", reason) for reason in REASONS}
 
 
-def choose_path(values: Mapping[str, bytes], *, is_enabled: bool, has_prefill_pool: bool) -> PathChoice:
-    """The path of a completion or chat request.
+def reason_alone(values: Mapping[str, Any]) -> str | None:
+    """Why one handle cannot serve a request, or None.
 
     Args:
-        values: the raw JSON of each top-level key of the body, as bytes or what ``bytes`` takes.
-        is_enabled: whether P/D is on at all.
-        has_prefill_pool: whether any prefill engine is configured.
+        values: the raw JSON of each key that stands beside the limit of tokens, as bytes or what ``bytes`` takes.
     """
     if not _RARE_KEYS.isdisjoint(values) or ("prompt" in values and _is_list_of_prompts(bytes(values["prompt"]))):
         for key, reason, applies in _RULES:
             if key in values and applies(bytes(values[key])):
-                return _LOCAL[reason]
+                return reason
+    return None
+
+
+def choose_path(values: Mapping[str, Any], *, is_enabled: bool, has_prefill_pool: bool) -> PathChoice:
+    """The path of a request.
+
+    Args:
+        values: see :func:`reason_alone`.
+        is_enabled: whether P/D is on at all.
+        has_prefill_pool: whether any prefill engine is configured.
+    """
+    reason = reason_alone(values)
+    if reason is not None:
+        return _LOCAL[reason]
     if not is_enabled:
         return _LOCAL["disabled"]
     if not has_prefill_pool:
         return _LOCAL["no_prefill_pool"]
     return PD
+
+
+def served_alone(reason: str) -> PathChoice:
+    """A decode engine alone, for one of the ``REASONS``."""
+    return _LOCAL[reason]
 
 
 SINGLE_STAGE = _LOCAL["single_stage"]

@@ -171,6 +171,8 @@ class ConsistentHash:
         self._load_factor = load_factor
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
+        self._unplaced: list[Endpoint] | None = None
+        """The members, while the ring is not made of them yet."""
         self._total = 0
 
     def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
@@ -179,6 +181,8 @@ class ConsistentHash:
         tier = candidates[0].tier
         total = self._total if tier == TIER_READY else sum(map(_load, candidates))
         bound = load_bound(total, len(candidates), self._load_factor)
+        if self._unplaced is not None:
+            self._place(self._unplaced)
         owners = self._owners
         start = bisect_left(self._points, key)
         for index in range(start, start + len(owners)):
@@ -188,6 +192,10 @@ class ConsistentHash:
         raise AssertionError("some engine has at most the mean load")
 
     def set_members(self, endpoints: list[Endpoint]) -> None:
+        self._unplaced = list(endpoints)  # a ring takes time to make: once for many changes
+
+    def _place(self, endpoints: list[Endpoint]) -> None:
+        self._unplaced = None
         placed = [
             (_hash(b"%b %d" % (endpoint.url.encode(), number)), index)
             for index, endpoint in enumerate(endpoints)

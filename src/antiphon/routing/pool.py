@@ -62,6 +62,7 @@ class Pool:
         """Endpoints that are unknown, suspect or down: while there are none, picking asks the policy alone."""
         self._on_gone: list[Callable[[Endpoint], None]] = []
         self._on_changed: list[Callable[[Endpoint, EndpointState], None]] = []
+        self._on_restarted: list[Callable[[Endpoint], None]] = []
 
     # -- members ----------------------------------------------------------------------------------------------------
 
@@ -88,18 +89,20 @@ class Pool:
         self._imperfect += 1
         self.picker.set_members(self.endpoints)
         if not is_open:
-            self.drain(endpoint)
+            endpoint.is_held = True
+            self._enter(endpoint, _S.DRAINING)
         return endpoint
 
     def drain(self, endpoint: Endpoint) -> None:
         """No new requests; those in flight go on."""
+        endpoint.is_held = False
         if endpoint.state is not _S.DRAINING:
             self._enter(endpoint, _S.DRAINING)
 
     def open(self, endpoint: Endpoint) -> None:
         """Take a drained endpoint back, as an unknown one."""
         if endpoint.state is _S.DRAINING:
-            endpoint.is_leaving = False
+            endpoint.is_leaving = endpoint.is_held = False
             endpoint.num_opened = endpoint.num_failures = endpoint.num_failed_probes = 0
             endpoint.cause = Cause.NONE
             endpoint.retry_at_s = 0.0
@@ -119,6 +122,10 @@ class Pool:
     def when_changed(self, action: Callable[[Endpoint, EndpointState], None]) -> None:
         """``action`` is done for each endpoint whose state has changed, with the state before."""
         self._on_changed.append(action)
+
+    def when_restarted(self, action: Callable[[Endpoint], None]) -> None:
+        """``action`` is done for each endpoint that has said that it is in another life than before."""
+        self._on_restarted.append(action)
 
     # -- choice -----------------------------------------------------------------------------------------------------
 
@@ -163,6 +170,11 @@ class Pool:
             endpoint.trial = 0
         if endpoint.is_leaving and before == 1:
             self._forget(endpoint)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any endpoint takes requests, however bad: not all drain, and there is one."""
+        return bool(self.ready or self._imperfect)
 
     @property
     def can_answer(self) -> bool:
@@ -213,6 +225,9 @@ class Pool:
         if engine_id and engine_id != endpoint.engine_id:
             if endpoint.engine_id:
                 self._restarted(endpoint)
+                endpoint.engine_id = engine_id
+                for action in self._on_restarted:
+                    action(endpoint)
             endpoint.engine_id = engine_id
 
     # -- active -----------------------------------------------------------------------------------------------------
@@ -267,6 +282,7 @@ class Pool:
             assert endpoint.trial <= endpoint.num_trials
             assert not endpoint.trial or endpoint.num_active, "a trial without a request"
             assert not endpoint.is_leaving or (endpoint.state is _S.DRAINING and endpoint.num_active)
+            assert not endpoint.is_held or (endpoint.state is _S.DRAINING and not endpoint.num_active)
             assert 0 <= endpoint.error_share <= 1
             if endpoint.state is _S.READY:
                 assert not endpoint.trial and not endpoint.num_opened

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.config.hosts import is_port_taken
+from antiphon.config.key_files import read_key
 from antiphon.config.masking import masked
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.units import format_bytes
-from antiphon.core.errors import StartError
+from antiphon.core.errors import ConfigError, StartError
 from antiphon.core.ids import new_incarnation
 from antiphon.engine import vllm
 from antiphon.protocol.state import ProcessPhase, ProcessState
@@ -210,7 +211,7 @@ class Child:
         plan = self.plan.born(incarnation)
         marker = f"{self._around.deployment}/{plan.name}/{incarnation}"
         env = {key: value for key, value in os.environ.items() if key not in plan.unset_env}
-        env |= plan.env | {procfs.MARKER_VARIABLE: marker}
+        env |= _keys_of(plan) | plan.env | {procfs.MARKER_VARIABLE: marker}
         try:
             log_fd = open_log(self._log_path)
         except OSError as error:
@@ -349,6 +350,16 @@ class Child:
         await self._finish_log()
         self._process = self._session = self._exit = self._fatal = self._follower = None
         self.record.pid = self.record.start_ticks = None
+
+
+def _keys_of(plan: ProcessPlan) -> dict[str, str]:
+    """The variables whose values are in files, which are read at each start."""
+    try:
+        return {name: os.fsdecode(read_key(path, f"{plan.name}: {name}")) for name, path in plan.env_files.items()}
+    except ConfigError as error:
+        raise StartError(
+            f"{plan.name} could not be started: {error.message}", field=error.field, remedy=error.remedy
+        ) from error
 
 
 def headline(reason: str) -> str:

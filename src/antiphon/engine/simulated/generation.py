@@ -1,4 +1,4 @@
-"""One completion or chat in flight: from the engine's tokens to the bytes of its response.
+"""One request in flight: from the engine's tokens to the bytes of its response.
 
 Owns the response of one request. Follows vLLM in what the client sees: events as tokens come, a JSON error where KV
 could not be loaded, nothing at all where the client has left. A client that reads too slowly is served from a queue
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from antiphon.engine.simulated.faults import MID_STREAM_FAULTS, Fault
+from antiphon.engine.simulated.further_responses import stream_of, whole_of
 from antiphon.engine.simulated.requests import GenerationRequest
-from antiphon.engine.simulated.responses import LOAD_FAILED, Json, ResponseNames, StreamShape, whole_body
+from antiphon.engine.simulated.responses import LOAD_FAILED, Json, ResponseNames
 from antiphon.engine.simulated.sequence import Produced, Sequence
 from antiphon.protocol.openai import EVENT_STREAM, JSON
 from antiphon.transport.http.server import Responder
@@ -52,7 +53,7 @@ class Generation:
         self._responder = responder
         self._hooks = hooks
         self._fault = fault
-        self._stream = StreamShape(request, names) if request.stream else None
+        self._stream = stream_of(request, names) if request.stream else None
         self._held: deque[bytes] = deque()
         self._num_unfinished = 0
         self._num_events = 0
@@ -70,6 +71,8 @@ class Generation:
             self._on_disconnect()
         if self._fault is not None and (self._stream is None or not self._fault.after_events):
             self._carry_out_fault()
+        if self._stream is not None and self._stream.begins_at_once and not self.done.done() and not self._is_cut:
+            self._begin_stream()
 
     def on_token(self, event: Produced) -> None:
         """One more token; the last one of the last sequence ends the response."""
@@ -89,7 +92,7 @@ class Generation:
         elif not self._is_cut:
             first = self.sequences[0]
             params = self._hooks.handover(first) if first.hands_over else None
-            body = whole_body(self._request, self._names, self.sequences, params)
+            body = whole_of(self._request, self._names, self.sequences, params)
             self._responder.send(200, [(b"content-type", JSON)], body)
             self._finish()
 
@@ -102,7 +105,12 @@ class Generation:
         if self._stream is not None:
             if not self._responder.started:
                 self._begin_stream()
-            self._write(self._stream.failure(), is_last=True)
+            end = self._stream.failure()
+            if end:
+                self._write(end, is_last=True)
+            else:
+                self._responder.abort()
+                self._finish()
         else:
             self._responder.send(500, [(b"content-type", JSON)], LOAD_FAILED)
             self._finish()

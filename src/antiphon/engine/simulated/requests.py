@@ -23,13 +23,14 @@ _COMPLETION_MAX_TOKENS = 16
 _LOGPROBS_MAX = 20
 
 Body = dict[str, object]
+Kind = Literal["completion", "chat", "response", "message", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A completion or a chat, ready to be run. ``prompts`` and ``texts`` have one entry a prompt."""
+    """A request of any API, ready to be run. ``prompts`` and ``texts`` have one entry a prompt."""
 
-    kind: Literal["completion", "chat"]
+    kind: Kind
     prompts: list[list[int]]
     texts: list[str]
     max_tokens: int
@@ -174,7 +175,7 @@ class RequestReader:
 
     def _generation(
         self,
-        kind: Literal["completion", "chat"],
+        kind: Kind,
         body: Body,
         prompts: tuple[list[list[int]], list[str]],
         limit: tuple[int | None, str],

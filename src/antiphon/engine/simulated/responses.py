@@ -67,7 +67,7 @@ def count_usage(request: GenerationRequest, sequences: list[Sequence]) -> Json:
     num_output = 0 if request.is_prompt_only else sum(len(sequence.output) for sequence in sequences)
     return _usage(num_prompt, num_output) | {
         "prompt_tokens_details": {
-            "cached_tokens": _num_cached(sequences[-1]),
+            "cached_tokens": num_cached(sequences[-1]),
             "created_cache_tokens": None,
             "multimodal_tokens": None,
         }
@@ -123,6 +123,8 @@ class StreamShape:
 
     A token of a plain stream is spliced from prepared bytes; whatever needs more is encoded.
     """
+
+    begins_at_once = False
 
     def __init__(self, request: GenerationRequest, names: ResponseNames) -> None:
         self._request = request
@@ -245,7 +247,8 @@ def _usage(num_prompt: int, num_output: int) -> Json:
     return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_output, "completion_tokens": num_output}
 
 
-def _num_cached(sequence: Sequence) -> int:
+def num_cached(sequence: Sequence) -> int:
+    """Prompt tokens that were not computed for this request: by the prefill engine, where there was one that says."""
     if sequence.remote is not None and sequence.remote.num_cached_tokens is not None:
         return sequence.remote.num_cached_tokens
     return sequence.num_cached_tokens + sequence.num_pulled_tokens

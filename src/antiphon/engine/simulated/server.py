@@ -14,11 +14,13 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from antiphon.core.errors import RequestRefused, StartError
 from antiphon.engine.simulated import responses
 from antiphon.engine.simulated.driver import EngineDriver
 from antiphon.engine.simulated.faults import Fault, FaultPlan
+from antiphon.engine.simulated.further_requests import read_generate, read_message, read_response
 from antiphon.engine.simulated.generation import Generation, GenerationHooks
 from antiphon.engine.simulated.machine import EngineOptions, SimulatedEngine
 from antiphon.engine.simulated.metrics import CONTENT_TYPE
@@ -87,6 +89,9 @@ class SimulatedServer:
         self._routes: dict[tuple[str, str], Callable[[HttpRequest, Responder], Awaitable[None]]] = {
             ("POST", "/v1/completions"): self._completions,
             ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/responses"): self._response,
+            ("POST", "/v1/messages"): self._message,
+            ("POST", "/inference/v1/generate"): self._tokens,
             ("POST", "/v1/embeddings"): self._embeddings,
             ("POST", "/tokenize"): self._tokenize,
             ("POST", "/detokenize"): self._detokenize,
@@ -131,6 +136,15 @@ class SimulatedServer:
 
     async def _chat(self, request: HttpRequest, responder: Responder) -> None:
         await self._generate(request, responder, "chatcmpl", self._reader.chat)
+
+    async def _response(self, request: HttpRequest, responder: Responder) -> None:
+        await self._generate(request, responder, "resp", partial(read_response, self._reader))
+
+    async def _message(self, request: HttpRequest, responder: Responder) -> None:
+        await self._generate(request, responder, "chatcmpl", partial(read_message, self._reader))
+
+    async def _tokens(self, request: HttpRequest, responder: Responder) -> None:
+        await self._generate(request, responder, "generate-tokens", partial(read_generate, self._reader))
 
     async def _generate(
         self, request: HttpRequest, responder: Responder, prefix: str, read: Callable[[Body], GenerationRequest]
@@ -199,6 +213,10 @@ class SimulatedServer:
 
     def _names(self, request: HttpRequest, prefix: str, body_id: str | None = None) -> responses.ResponseNames:
         header = request.header(b"x-request-id")
+        if prefix == "resp":  # named by its body alone, as in vLLM
+            return responses.ResponseNames(
+                body_id or f"resp_{secrets.token_hex(16)}", self._reader.model_name, int(time.time())
+            )
         request_id = header.decode("latin-1") if header is not None else body_id or secrets.token_hex(16)
         return responses.ResponseNames(f"{prefix}-{request_id}", self._reader.model_name, int(time.time()))
 

@@ -12,7 +12,7 @@ import errno
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -42,6 +42,8 @@ _HEAD_MAX_BYTES = 131_072
 _OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """What a failed connect says of this machine rather than of the engine."""
 
+_LET_GO = "the router has let go of this engine"
+
 BODY_MAX_BYTES = 16_777_216
 """The largest whole answer that is taken from an engine: 16 MiB."""
 
@@ -68,7 +70,7 @@ class ResponseSink(Protocol):
         """The time given to the exchange has passed; it goes on, unless whoever hears this aborts it."""
 
 
-class HttpClientConnection(asyncio.Protocol):
+class HttpClientConnection:
     """One connection to an engine."""
 
     def __init__(self, pool: HttpPool) -> None:
@@ -125,17 +127,23 @@ class HttpClientConnection(asyncio.Protocol):
                 self._keeps_alive = False
                 self._end()
             else:
-                self._lose(UpstreamGarbage("the engine's answer is not valid HTTP"))
+                self.lose(UpstreamGarbage("the engine's answer is not valid HTTP"))
         else:
             if self._is_complete:
                 self._end()
             elif self._sink is not None:
                 self._sink.on_read_end()
             if not self._has_head and self._raw_head_bytes > _HEAD_MAX_BYTES:
-                self._lose(UpstreamGarbage("the header of the engine's answer is too large"))
+                self.lose(UpstreamGarbage("the header of the engine's answer is too large"))
 
     def eof_received(self) -> bool:
         return False
+
+    def pause_writing(self) -> None:
+        """Of no concern: a request is written whole, and is in memory anyway."""
+
+    def resume_writing(self) -> None:
+        """See :meth:`pause_writing`."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.forget(self)
@@ -144,7 +152,7 @@ class HttpClientConnection(asyncio.Protocol):
             if self._ends_at_close and exc is None:
                 self._end()
             else:
-                self._lose(UpstreamLost("the engine closed the connection before its answer was complete"))
+                self.lose(UpstreamLost("the engine closed the connection before its answer was complete"))
 
     def expire(self) -> None:
         """The time given to the exchange has passed."""
@@ -246,7 +254,8 @@ class HttpClientConnection(asyncio.Protocol):
                 self._transport.close()
         sink.on_end()
 
-    def _lose(self, error: UpstreamError) -> None:
+    def lose(self, error: UpstreamError) -> None:
+        """Cut the connection; whoever waits for an answer is told so."""
         sink = self._forget_exchange()
         self._pool.forget(self)
         if self._transport is not None:
@@ -355,6 +364,7 @@ class HttpPool:
         self._all: set[HttpClientConnection] = set()
         self._deadlines: dict[float, Deadlines] = {}  # by the time given; a process gives a handful of times
         self._num_connecting = 0
+        self._is_closed = False
         self.loop = asyncio.get_running_loop()
 
     def acquire_nowait(self) -> HttpClientConnection | None:
@@ -377,6 +387,8 @@ class HttpPool:
         connection = self.acquire_nowait()
         if connection is not None:
             return connection
+        if self._is_closed:
+            raise ConnectFailed(_LET_GO)
         if self.is_full:
             raise OwnLimit("too many connections to this engine are open")
         connecting = asyncio.create_task(self._connect())  # a time-out needs a task, and a strand is none
@@ -391,21 +403,31 @@ class HttpPool:
             self._num_connecting -= 1
         if not connection.is_open:
             raise ConnectFailed("the connection was closed as soon as it was made")
-        self._all.add(connection)
+        if not self._takes(connection):
+            raise ConnectFailed(_LET_GO)
         return connection
 
+    def _takes(self, connection: HttpClientConnection) -> bool:
+        """Whether a new connection is still wanted; else it is cut."""
+        if self._is_closed:
+            connection.abort()
+            return False
+        self._all.add(connection)
+        return True
+
     async def _connect(self) -> HttpClientConnection:
+        def make() -> Any:
+            return HttpClientConnection(self)
+
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self.loop.create_connection(
-                    lambda: HttpClientConnection(self), self.host, self.port
-                )
+                _, made = await self.loop.create_connection(make, self.host, self.port)
         except TimeoutError:
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
         except OSError as error:
             kind = OwnLimit if error.errno in _OWN_LIMITS else ConnectFailed
             raise kind(f"no connection: {error.strerror or error}") from error
-        return connection
+        return cast("HttpClientConnection", made)
 
     @property
     def is_full(self) -> bool:
@@ -449,9 +471,10 @@ class HttpPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Cut every connection."""
+        """Cut every connection, and make no more: whoever waits for an answer is told that it is lost."""
+        self._is_closed = True
         for connection in list(self._all):
-            connection.abort()
+            connection.lose(UpstreamLost(_LET_GO))
         for deadlines in self._deadlines.values():
             deadlines.close()
 

@@ -15,6 +15,7 @@ REASONS = {
     100: b"Continue",
     200: b"OK",
     201: b"Created",
+    202: b"Accepted",
     204: b"No Content",
     400: b"Bad Request",
     401: b"Unauthorized",
@@ -22,6 +23,7 @@ REASONS = {
     404: b"Not Found",
     405: b"Method Not Allowed",
     408: b"Request Timeout",
+    409: b"Conflict",
     413: b"Content Too Large",
     415: b"Unsupported Media Type",
     422: b"Unprocessable Content",
@@ -66,6 +68,7 @@ class HttpLimits:
     """How long a client may leave its full receive window unread."""
     connections_max: int = 4096
     pipelined_max: int = 16
+    """Requests that one connection may send ahead; those are answered, and it is closed."""
     pipelined_max_bytes: int = 1_048_576
     """Bodies that one connection may send ahead while its request is served."""
     bodies_max_bytes: int = 1_073_741_824
@@ -77,6 +80,8 @@ class HttpRequest:
 
     body: bytes | bytearray = b""
     keep_alive = True
+    is_body_dropped = False
+    """Its body is not kept: see :attr:`HttpServer.may_send`."""
 
     def __init__(
         self, method: str, target: bytes, version: str, headers: list[tuple[bytes, bytes]] | None = None
@@ -94,13 +99,15 @@ class HttpRequest:
         return self.first.get(name)
 
 
-@dataclass(slots=True)
 class HttpResponse:
     """A whole response."""
 
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
+    __slots__ = ("body", "headers", "status")
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the field ``name`` (lower-case), or None."""

@@ -77,11 +77,16 @@ class HttpServer:
         self.is_draining = False
         self.held_bytes = 0
         """Bytes of request bodies that are held now."""
+        self.num_refused: dict[int, int] = {}
+        """Requests that never reached the handler, by the status that says why."""
+        self.may_send: Callable[[HttpRequest], bool] | None = None
+        """Whether a large body is kept, asked when its head is here. If not, the handler gets the request without one,
+        to refuse it: what a client may not send costs no memory."""
         self.handler = handler
         self._connections: set[HttpServerConnection] = set()
         self._jobs: set[Job] = set()
         self._in_strands = in_strands
-        self._server: asyncio.Server | None = None
+        self._server: Any = None  # asyncio.Server, as uvloop makes it
         self._sweeper: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         """No handler is at work; kept while the server drains."""
@@ -95,13 +100,17 @@ class HttpServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        make = lambda: HttpServerConnection(self)  # noqa: E731
+
+        def make() -> Any:
+            return HttpServerConnection(self)
+
         if sock is not None:
             self._server = await self.loop.create_server(make, sock=sock, backlog=1024)
         else:
             self._server = await self.loop.create_server(make, host, port, backlog=1024)
         self._sweep()
-        return int(self._server.sockets[0].getsockname()[1])
+        first: socket.socket = self._server.sockets[0]
+        return int(first.getsockname()[1])
 
     async def drain(self, timeout_s: float) -> int:
         """Stop accepting and let requests in progress finish for at most ``timeout_s``; returns how many were cut.

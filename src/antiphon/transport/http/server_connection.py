@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 _WRITE_HIGH_WATER_BYTES = 262_144
 _CLOSE_FLUSH_TIMEOUT_S = 10.0
+_UNASKED_MAX_BYTES = 65_536
+"""Bodies up to this size are read without asking whether the client may send them."""
+_FRAMING_SHARE = 8
+"""Bytes sent for each byte of a body, at most, beside ``header_max_bytes``: a chunk of one byte takes six. More is
+chunk extensions or trailer fields, which nobody asked for."""
 
 
-class HttpServerConnection(asyncio.Protocol):
+class HttpServerConnection:
     """One client connection."""
 
     def __init__(self, server: HttpServer) -> None:
@@ -43,9 +48,12 @@ class HttpServerConnection(asyncio.Protocol):
         self._target = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._header_count_max = self._limits.header_count_max
+        self._unasked_max_bytes = min(_UNASKED_MAX_BYTES, self._limits.body_max_bytes)
         self._raw_head_bytes = 0
         self._feeding_bytes = 0
         self._body_bytes = 0
+        self._body_fed_bytes = 0
+        """What was fed for the body after the piece in which the header ended, framing and trailers included."""
         self._held_bytes = 0
         self._active_bytes = 0
         self._refused: tuple[int, str] | None = None
@@ -115,12 +123,21 @@ class HttpServerConnection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, "the request is not valid HTTP/1.1")
         else:
-            # The parser holds back a field that has not ended, so that what was fed is counted too.
-            if self._reading == "head" and not self._has_completed:
-                self._raw_head_bytes += len(data)
-                if self._raw_head_bytes > self._limits.header_max_bytes:
-                    self._refuse(431, "the request header is too large")
+            if not self._has_completed and self._reading != "idle":
+                self._count_fed(len(data))
         return b""
+
+    def _count_fed(self, size: int) -> None:
+        """Bound what the parser holds back or drops: a field that has not ended, the framing of a body, trailers."""
+        header_max_bytes = self._limits.header_max_bytes
+        if self._reading == "head":
+            self._raw_head_bytes += size
+            if self._raw_head_bytes > header_max_bytes:
+                self._refuse(431, "the request header is too large")
+        else:
+            self._body_fed_bytes += size
+            if self._body_fed_bytes > _FRAMING_SHARE * self._body_bytes + header_max_bytes:
+                self._refuse(413, "the request body's framing is too large")
 
     def _without_upgrade(self, rest: bytes) -> bytes:
         """Serve a request that offers another protocol as if it had not offered it, as RFC 9110 (7.8) allows."""
@@ -175,19 +192,43 @@ class HttpServerConnection(asyncio.Protocol):
                 self._give_up(431, "the request header is too large")
         parser = self._parser
         method, version = parser.get_method().decode("latin-1"), parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            self._give_up(400, "HTTP/1.1 and HTTP/1.0 are served here")
         request = HttpRequest(method, self._target, version, self._fields)
         request.keep_alive = parser.should_keep_alive()
         self._request = request
         self._reading = "body"
         self._raw_head_bytes = 0
+        self._body_fed_bytes = -self._feeding_bytes
         self._deadline = self._loop.time() + self._limits.body_read_timeout_s
         first = request.first
+        if len(first) != len(self._fields) and sum(name == b"host" for name, _ in self._fields) > 1:
+            self._give_up(400, "the request names more than one host")
         length = first.get(b"content-length")
-        if length is not None and int(length) > self._limits.body_max_bytes:
-            self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
+        if length is None:
+            coding = first.get(b"transfer-encoding")
+            if coding is not None:
+                self._check_coding(coding, version)
+                self._check_sender(request)
+        elif int(length) > self._unasked_max_bytes:
+            if int(length) > self._limits.body_max_bytes:
+                self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
+            self._check_sender(request)
         expect = first.get(b"expect")
         if expect is not None and expect.lower() == b"100-continue" and not self.is_busy:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _check_sender(self, request: HttpRequest) -> None:
+        may_send = self._server.may_send
+        if may_send is not None and not may_send(request):
+            request.is_body_dropped = True
+
+    def _check_coding(self, coding: bytes, version: str) -> None:
+        """Only ``chunked`` is understood: another server on the way may see other ends in anything else."""
+        if version == "1.0":
+            self._give_up(400, "HTTP/1.0 has no transfer-encoding")
+        if coding.strip().lower() != b"chunked":
+            self._give_up(400, "the only transfer-encoding that is served here is chunked")
 
     def on_body(self, data: bytes) -> None:
         request = self._request
@@ -196,6 +237,8 @@ class HttpServerConnection(asyncio.Protocol):
         self._body_bytes += size
         if self._body_bytes > self._limits.body_max_bytes:
             self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
+        if request.is_body_dropped:
+            return
         self._hold(size)
         if not request.body:
             request.body = data
@@ -215,10 +258,11 @@ class HttpServerConnection(asyncio.Protocol):
         if self._responder is None and self._ready is None and not self._pending:
             self._ready = request
             self._active_bytes = len(request.body)
-        elif len(self._pending) >= self._limits.pipelined_max:
-            self.close()
-        else:
+        elif len(self._pending) < self._limits.pipelined_max:
             self._pending.append(request)
+        else:
+            self._request = request  # to be let go of
+            self._give_up(429, "too many requests were sent ahead on one connection")
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -315,12 +359,13 @@ class HttpServerConnection(asyncio.Protocol):
 
     def _hold(self, size: int) -> None:
         """Count bytes of a body; too many, here or in the whole server, end the request."""
-        self._held_bytes += size
-        self._server.held_bytes += size
-        if self._held_bytes - self._active_bytes > self._limits.pipelined_max_bytes and self.is_busy:
+        held_bytes, all_bytes = self._held_bytes + size, self._server.held_bytes + size
+        if held_bytes - self._active_bytes > self._limits.pipelined_max_bytes and self.is_busy:
             self._give_up(413, "too much was sent ahead on one connection")
-        if self._server.held_bytes > self._limits.bodies_max_bytes:
+        if all_bytes > self._limits.bodies_max_bytes:
             self._give_up(503, "too many request bodies are being received")
+        self._held_bytes = held_bytes
+        self._server.held_bytes = all_bytes
 
     def _release(self, size: int) -> None:
         released = min(size, self._held_bytes)
@@ -336,9 +381,11 @@ class HttpServerConnection(asyncio.Protocol):
         """Answer an unreadable request and close; behind requests in progress, close when these are answered."""
         self._reading = "idle"
         self._is_broken = True
-        if self._request is not None:  # what has arrived of its body is of no use
-            self._request = None
-            self._release(self._body_bytes)
+        refused = self._server.num_refused
+        refused[status] = refused.get(status, 0) + 1
+        request, self._request = self._request, None
+        if request is not None:  # what has arrived of its body is of no use
+            self._release(len(request.body))
         if not self.is_busy and not self._pending and not self.is_closed:
-            self.keeps_alive = False
+            self.keeps_alive = self.is_head = False  # not what the request before this one asked for
             Responder(self).send(status, [(b"content-type", JSON)], error_body(message, status=status))
