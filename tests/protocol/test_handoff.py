@@ -15,8 +15,8 @@ from antiphon.protocol.handoff import (
     PREFILL_PARAMS,
     RESPONSE,
     Handoff,
-    read_prefill_answer,
 )
+from antiphon.protocol.prefill_answer import read_prefill_answer
 
 PARAMS = {
     "do_remote_decode": True,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from operator import itemgetter
+from typing import Final
 
 import msgspec
 
@@ -22,10 +22,9 @@ _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str)
 # Possessive, here and below: a repeat that may be taken back keeps a note for each byte, hundreds of bytes each.
 _KEY = re.compile(rb'[\s,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.DOTALL)
-_SEPARATOR = re.compile(rb"\s*+:\s*+")
-_COLON, _SPACE = b": "
-_start = itemgetter(1)
-_ENDS_VALUE = frozenset(b" \t\r\n,}")
+_SPACE, _CLOSE = b" }"
+_BEFORE_KEY: Final = b"{,"
+_ENDS_VALUE: Final = frozenset(b" \t\r\n,}")
 
 
 class Body:
@@ -91,17 +90,15 @@ def member(key: str, value: bytes) -> bytes:
     return b'"%b":%b' % (key.encode(), value)
 
 
-KEYS_MAX = 1024
+KEYS_MAX: Final = 1024
 """Top-level keys of a body; a request has a few dozen."""
-NESTED_KEYS_MAX = 1_000_000
+NESTED_KEYS_MAX: Final = 1_000_000
 """Keys of a body at any depth, as far as they can be counted without reading it: bounds the decoder's memory."""
-BRACKETS_MAX = 500_000
+BRACKETS_MAX: Final = 500_000
 """Brackets of a body in which a key appears twice: it is read bracket by bracket, and must not hold up other
 requests."""
 
-_SMALL_BYTES = 1_048_576
-_FIND_MAX_BYTES = 4096
-"""In a longer body, looking for names byte by byte takes longer than going from value to value."""
+_SMALL_BYTES: Final = 1_048_576
 
 
 def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
@@ -139,10 +136,9 @@ def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
     if len(values) > KEYS_MAX:
         raise ProtocolError(f"the request body has more than {KEYS_MAX} top-level keys")
     body = Body(raw, values)
-    if wanted is not None and len(raw) <= _FIND_MAX_BYTES:
-        if _find(body, wanted):
-            return body
-        body.spans.clear()
+    if _follow(body, wanted):
+        return body
+    body.spans.clear()
     # By the sizes that the decoder saw, which is quick; where that leads astray (a key appears twice), by reading.
     if not _walk(body, _jump):
         body.spans.clear()
@@ -151,7 +147,7 @@ def scan(raw: bytes | bytearray, wanted: frozenset[str] | None = None) -> Body:
     return body
 
 
-_LOOSE_MAX_BYTES = 1_048_576
+_LOOSE_MAX_BYTES: Final = 1_048_576
 """A longer body has to be strict: what it is replaced by costs a moment for each occurrence."""
 _HALF_PAIR = re.compile(
     rb"(?<!\\)((?:\\\\)*+)"  # an escaped backslash begins no escape
@@ -175,31 +171,35 @@ def _strict(raw: bytes | bytearray) -> bytes | None:
     return strict if strict != raw else None
 
 
-def _find(body: Body, wanted: frozenset[str]) -> bool:
-    """Fill in ``close``, and ``spans`` for the ``wanted`` keys; False where looking for their names is not enough.
-
-    A name in quotes may stand in the body as a key at the top, as a key further in, or as a text. If the decoder saw it
-    at the top and it stands there once, that is the one; unless the key at the top was written with escapes.
+def _follow(body: Body, wanted: frozenset[str] | None) -> bool:
+    """Fill in ``spans`` and ``close`` by going along the values that the decoder saw, in their order. False where the
+    body is written otherwise than most writers do (at most a space after a colon or a comma), or a key appears twice.
     """
-    raw, values, spans = body.raw, body.values, body.spans
-    present = wanted.intersection(values)
-    if present and raw.find(b"\\") >= 0 and raw.find(b"\\u") >= 0:  # the first of them is quick
-        return False
-    for key in present:
-        name = f'"{key}"'.encode()
-        end = raw.find(name) + len(name)
-        if raw.find(name, end) >= 0:
+    raw, spans = body.raw, body.spans
+    last = len(raw) - 1
+    position = end = 0
+    for key, value in body.values.items():
+        if raw[position] not in _BEFORE_KEY:  # "}": fewer keys stand here than the decoder saw
             return False
-        if raw[end] == _COLON and raw[end + 1] > _SPACE:
-            start = end + 1
-        else:
-            separator = _SEPARATOR.match(raw, end)
-            assert separator is not None, "a key that stands once is followed by its value"
-            start = separator.end()
-        spans.append((key, start, start + len(memoryview(values[key]))))
-    if len(spans) > 1:
-        spans.sort(key=_start)
-    body.close = raw.rindex(b"}")
+        position += 2 if raw[position + 1] == _SPACE else 1
+        name = b'"%b":' % key.encode()
+        if not raw.startswith(name, position):
+            return False
+        start = position + len(name)
+        if raw[start] == _SPACE:
+            start += 1
+        view = memoryview(value)
+        # The length alone proves nothing: a body whose key appears twice can be made so that it ends inside a value.
+        if not raw.startswith(view, start):
+            return False
+        position = end = start + len(view)
+        if end > last:
+            return False
+        if wanted is None or key in wanted:
+            spans.append((key, start, end))
+    if not end or raw[end] != _CLOSE or (end != last and raw[end + 1 :].strip()):
+        return False
+    body.close = end
     return True
 
 

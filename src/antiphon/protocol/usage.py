@@ -10,16 +10,19 @@ contain to be changed is named beside it: a text cannot contain that, since its 
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from antiphon.protocol.body import Buffer
 
-HAS_CACHED_TOKENS = b'"cached_tokens"'
-HAS_CACHE_READ = b'"cache_read_input_tokens"'
+HAS_CACHED_TOKENS: Final = b'"cached_tokens"'
+HAS_CACHE_READ: Final = b'"cache_read_input_tokens"'
 
-USAGE_MAX_BYTES = 4096
+USAGE_MAX_BYTES: Final = 4096
 """A usage object is shorter: what is passed on in pieces is looked at with as much of what came before."""
 
-_OBJECT = rb'"usage"\s*:\s*\{(?:[^{}]|\{[^{}]*+\})*?'
+_USAGE: Final = b'"usage":{'
+_USUAL: Final = b'"prompt_tokens_details":{"cached_tokens":'
+_OBJECT: Final = rb'"usage"\s*:\s*\{(?:[^{}]|\{[^{}]*+\})*?'
 _CACHED_TOKENS = re.compile(
     rb"(" + _OBJECT + rb'"(?:prompt|input)_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+'
     rb'(?:([^{}]*?"cached_tokens_per_turn"\s*:\s*\[)\d+(\]))?'
@@ -32,7 +35,17 @@ _INPUT = re.compile(rb'("input_tokens"\s*:\s*)(\d+)')
 def with_cached_tokens(body: Buffer, cached_tokens: int | None) -> bytes:
     """The ``cached_tokens`` of every usage object. For answers that hold no JSON of the client's."""
     number = _number(cached_tokens)
-    return _CACHED_TOKENS.sub(lambda found: _with_number(found, number), bytes(body))
+    body = bytes(body)
+    start = body.find(_USUAL)
+    if start >= 0 and body.find(b'"cached_tokens', start + len(_USUAL)) < 0:  # as vLLM writes it, and nowhere else
+        usage = body.rfind(_USAGE, 0, start)
+        if usage >= 0 and body.find(HAS_CACHED_TOKENS, 0, start) < 0 and body.find(b"}", usage, start) < 0:
+            start += len(_USUAL)
+            end = start
+            while body[end : end + 1].isdigit():
+                end += 1
+            return b"%b%b%b" % (body[:start], number, body[end:]) if end > start else body
+    return _CACHED_TOKENS.sub(lambda found: _with_number(found, number), body)
 
 
 def with_cached_tokens_at_end(body: Buffer, cached_tokens: int | None) -> bytes:

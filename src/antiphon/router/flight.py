@@ -18,14 +18,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
 from antiphon.observe.receipt import Receipt
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.apis import Api
 from antiphon.protocol.body import Body, Buffer
-from antiphon.protocol.handoff import decode_body, read_prefill_answer
+from antiphon.protocol.handoff import decode_body
+from antiphon.protocol.prefill_answer import read_prefill_answer
 from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
 from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
@@ -69,13 +70,13 @@ from antiphon.transport.http.server import Responder
 from antiphon.transport.http.strand import Promise
 
 _STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
-_WORDS = {stage: stage.value for stage in Stage}
+_WORDS: Final = {stage: stage.value for stage in Stage}
 """Enum's ``value`` is a call into Python."""
 
-_JOIN_MAX_BYTES = 65_536
+_JOIN_MAX_BYTES: Final = 65_536
 """A request up to this size is written as one piece, which costs less than several."""
 
-_FROM_THE_ENGINE = -1
+_FROM_THE_ENGINE: Final = -1
 
 Connecting = ProbeDecode | ConnectPrefill | ConnectDecode
 
@@ -129,7 +130,11 @@ class Flight(Promise[None]):
         self.responder = responder
         self.receipt = receipt
         self.api = api
-        self.forwarded = desk.engines.access.forwarded_lines(request)
+        self.head = b"POST %b HTTP/1.1\r\n%b" % (
+            request.target.encode("latin-1"),
+            desk.engines.access.forwarded_lines(request),
+        )
+        """The head of a request to an engine, as far as it is the same for each."""
         self.began_s = desk.clock()
 
     def begin(self, life: Life, body: Body) -> None:
@@ -433,13 +438,8 @@ class Flight(Promise[None]):
     def _buffers(self, endpoint: Endpoint, request_id: str, pieces: Sequence[Buffer]) -> list[Buffer]:
         """A request to an engine: its head and the pieces of its body, as few as is cheap."""
         length = sum(map(len, pieces))
-        head = b"POST %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-            self.request.target.encode("latin-1"),
-            endpoint.address.encode("latin-1"),
-            self.forwarded,
-            request_id.encode("latin-1"),
-            length,
-        )
+        fields = f"host: {endpoint.address}\r\nx-request-id: {request_id}\r\ncontent-length: {length}\r\n\r\n"
+        head = self.head + fields.encode("latin-1")
         return [b"".join([head, *pieces])] if length <= _JOIN_MAX_BYTES else [head, *pieces]
 
     def _refused(self, endpoint: Endpoint, response: HttpResponse) -> None:

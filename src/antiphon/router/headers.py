@@ -7,14 +7,15 @@ Fields that concern one connection are dropped (RFC 9110), and so are those that
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from antiphon.observe.receipt import Receipt
 from antiphon.observe.token_sources import Leg
 from antiphon.transport.http.message import HOP_BY_HOP, HttpRequest, HttpResponse, field_lines
 
-NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
+NOT_FORWARDED: Final = HOP_BY_HOP | {b"host", b"content-length", b"accept-encoding", b"expect", b"x-request-id"}
 """Fields of a client that no engine gets."""
-_NOT_RETURNED = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
+_NOT_RETURNED: Final = HOP_BY_HOP | {b"content-length", b"server", b"x-request-id"}
 
 
 def forwarded_headers(request: HttpRequest, dropped: frozenset[bytes] = NOT_FORWARDED) -> list[tuple[bytes, bytes]]:

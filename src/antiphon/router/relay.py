@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from antiphon.core.errors import ProtocolError, UpstreamError, UpstreamGarbage
 from antiphon.protocol import json
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from antiphon.protocol.apis import Api
     from antiphon.routing.life import Life
 
-_EVENT_MAX_BYTES = 8_388_608
+_EVENT_MAX_BYTES: Final = 8_388_608
 """An event larger than this is passed on in pieces."""
 
-_JSON_BEGINS = (b"{", b"[")
+_JSON_BEGINS: Final = (b"{", b"[")
 """A whole answer begins with one of these; no more of it is looked at."""
 
-_END_OF_EVENT = b"\n\n"
-_NAME_MAX_BYTES = 64
+_END_OF_EVENT: Final = b"\n\n"
+_NAME_MAX_BYTES: Final = 64
 """The name of an event is shorter."""
 
 

@@ -25,8 +25,9 @@ from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ProtocolError, UpstreamError
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol import json
-from antiphon.protocol.handoff import PREFILL_PARAMS, read_prefill_answer
+from antiphon.protocol.handoff import PREFILL_PARAMS
 from antiphon.protocol.openai import JSON
+from antiphon.protocol.prefill_answer import read_prefill_answer
 from antiphon.router.engines import Engines
 from antiphon.routing.endpoint import Endpoint, Role
 from antiphon.routing.fleet import Fleet

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from antiphon.routing.commands import CancelUpstream, CompleteHandover, FailureCode, PassOn, RespondError, SendDecode
 from antiphon.routing.endpoint import TIER_OUT, Endpoint, Verdict
 from antiphon.routing.events import ConnectRefused, DecodeRefused, Event, StreamEnded, UpstreamLost
 from antiphon.routing.life import Life
 from antiphon.routing.states import EndpointState, Stage
 
-_S = Stage
+_AWAITING: Final = Stage.AWAITING
+_CANCELLED: Final = Stage.CANCELLED
+_COMPLETED: Final = Stage.COMPLETED
+_COMPLETING: Final = Stage.COMPLETING
+_FAILED: Final = Stage.FAILED
+_STREAMING: Final = Stage.STREAMING
+_LOST: Final = Verdict.LOST
+_REFUSED: Final = Verdict.REFUSED
+_SUCCEEDED: Final = Verdict.SUCCEEDED
+_TIMED_OUT: Final = Verdict.TIMED_OUT
+_UNREACHABLE: Final = Verdict.UNREACHABLE
 
 # ---- connecting ------------------------------------------------------------------------------------------------------
 
@@ -31,10 +43,10 @@ def connected(life: Life, event: Event) -> None:
     if life.is_closing:
         assert handle is not None
         is_salted = life.outcome_due is not None
-        life.enter(_S.COMPLETING, life.options.handover_s)
+        life.enter(_COMPLETING, life.options.handover_s)
         life.out.append(CompleteHandover(life.attempt, endpoint, request_id, handle, is_salted))
     else:
-        life.enter(_S.AWAITING, life.options.first_token_s)
+        life.enter(_AWAITING, life.options.first_token_s)
         life.out.append(SendDecode(life.attempt, endpoint, request_id, handle))
 
 
@@ -43,14 +55,14 @@ def refused(life: Life, event: Event) -> None:
     assert isinstance(event, ConnectRefused)
     if event.is_own_limit:
         life.failure = RespondError(503, "own_limit", 1)
-    life.avoid_decode += (life.leave(None if event.is_own_limit else Verdict.REFUSED),)
+    life.avoid_decode += (life.leave(None if event.is_own_limit else _REFUSED),)
     life.connect_decode()
 
 
 def connect_timed_out(life: Life, event: Event) -> None:
     """Another decode engine, the same handle; a fresh prefill if the lease is over."""
     is_lease_over = life.handle is not None and life.now_s >= life.handle.until_s
-    endpoint = _cancel(life, None if is_lease_over else Verdict.UNREACHABLE)
+    endpoint = _cancel(life, None if is_lease_over else _UNREACHABLE)
     life.avoid_decode += (endpoint,)
     life.connect_decode()
 
@@ -60,7 +72,7 @@ def leaving_early(life: Life, event: Event) -> None:
     life.client_left = True
     if life.handle is None:
         _cancel(life, None)
-        life.finish(_S.CANCELLED)
+        life.finish(_CANCELLED)
 
 
 # ---- awaiting --------------------------------------------------------------------------------------------------------
@@ -90,15 +102,15 @@ def declined(life: Life, event: Event) -> None:
     elif status >= 500:
         _declined_with_error(life)
     else:
-        life.leave(Verdict.SUCCEEDED)
+        life.leave(_SUCCEEDED)
         if life.client_left:
-            life.finish(_S.CANCELLED)
+            life.finish(_CANCELLED)
             return
         life.out.append(PassOn(life.attempt))
         if life.handle is None:
-            life.finish(_S.COMPLETED)
+            life.finish(_COMPLETED)
         else:
-            life.outcome_due = _S.COMPLETED
+            life.outcome_due = _COMPLETED
             life.avoid_decode = ()
             life.connect_decode()
 
@@ -115,13 +127,13 @@ def _declined_with_error(life: Life) -> None:
 def first_byte(life: Life, event: Event) -> None:
     """The client gets the answer from here on; one that has left lets the request be cancelled."""
     bytes_written(life, event)
-    life.judge(Verdict.SUCCEEDED)
+    life.judge(_SUCCEEDED)
     _warmed(life)
     if life.client_left:
         _cancel(life, None)
-        life.finish(_S.CANCELLED)
+        life.finish(_CANCELLED)
         return
-    life.enter(_S.STREAMING, life.options.idle_s)
+    life.enter(_STREAMING, life.options.idle_s)
     life.last_byte_s = life.now_s
 
 
@@ -133,16 +145,16 @@ def ended_at_once(life: Life, event: Event) -> None:
         _lost(life, "decode_lost")
         return
     _warmed(life)
-    life.leave(Verdict.SUCCEEDED)
+    life.leave(_SUCCEEDED)
     if life.client_left:
-        life.finish(_S.CANCELLED)
+        life.finish(_CANCELLED)
     else:
-        life.finish(_S.FAILED if event.has_error else _S.COMPLETED)
+        life.finish(_FAILED if event.has_error else _COMPLETED)
 
 
 def first_token_late(life: Life, event: Event) -> None:
     """504; or, for a client that has left, the time to admit the request is over."""
-    _cancel(life, None if life.client_left else Verdict.TIMED_OUT)
+    _cancel(life, None if life.client_left else _TIMED_OUT)
     life.abandon()
     life.fail(RespondError(504, "decode_timeout"))
 
@@ -156,7 +168,7 @@ def leaving(life: Life, event: Event) -> None:
         life.deadline_s = min(life.deadline_s, held_until_s)
     else:
         _cancel(life, None)
-        life.finish(_S.CANCELLED)
+        life.finish(_CANCELLED)
 
 
 # ---- streaming -------------------------------------------------------------------------------------------------------
@@ -167,7 +179,7 @@ def ended(life: Life, event: Event) -> None:
     assert isinstance(event, StreamEnded)
     if event.is_complete:
         life.leave(None)
-        life.finish(_S.FAILED if event.has_error else _S.COMPLETED)
+        life.finish(_FAILED if event.has_error else _COMPLETED)
     else:
         stream_lost(life, event)
 
@@ -175,7 +187,7 @@ def ended(life: Life, event: Event) -> None:
 def stream_lost(life: Life, event: Event) -> None:
     """Error event, then [DONE]."""
     is_garbage = isinstance(event, UpstreamLost) and event.is_garbage
-    life.leave(Verdict.LOST)
+    life.leave(_LOST)
     life.fail(RespondError(502, "decode_bad_answer" if is_garbage else "decode_lost"))
 
 
@@ -185,7 +197,7 @@ def idle(life: Life, event: Event) -> None:
     if life.now_s < due_s:
         life.deadline_s = due_s
         return
-    _cancel(life, Verdict.TIMED_OUT)
+    _cancel(life, _TIMED_OUT)
     life.fail(RespondError(504, "decode_timeout"))
 
 
@@ -193,7 +205,7 @@ def leaving_stream(life: Life, event: Event) -> None:
     """Cancel, and finish."""
     life.client_left = True
     _cancel(life, None)
-    life.finish(_S.CANCELLED)
+    life.finish(_CANCELLED)
 
 
 # ---- completing a hand-over that nobody waits for --------------------------------------------------------------------
@@ -204,7 +216,7 @@ def completed(life: Life, event: Event) -> None:
     assert isinstance(event, StreamEnded)
     bytes_written(life, event)
     _warmed(life)
-    life.leave(Verdict.SUCCEEDED if event.is_complete else Verdict.LOST)
+    life.leave(_SUCCEEDED if event.is_complete else _LOST)
     life.fleet.counts["handover_completed" if event.is_complete else "handover_failed"] += 1
     _finish_closing(life)
 
@@ -221,14 +233,14 @@ def completing_lost(life: Life, event: Event) -> None:
     if not life.has_written:
         _reconnect(life)
         return
-    life.leave(Verdict.LOST)
+    life.leave(_LOST)
     life.fleet.counts["handover_failed"] += 1
     _finish_closing(life)
 
 
 def completing_late(life: Life, event: Event) -> None:
     """Cancel, and finish."""
-    _cancel(life, Verdict.TIMED_OUT)
+    _cancel(life, _TIMED_OUT)
     life.fleet.counts["handover_failed"] += 1
     _finish_closing(life)
 
@@ -249,14 +261,14 @@ def _lost(life: Life, code: FailureCode) -> None:
     if not life.has_written:
         _reconnect(life)
         return
-    life.avoid_decode += (life.leave(Verdict.LOST),)
+    life.avoid_decode += (life.leave(_LOST),)
     life.start_over(RespondError(502, code), is_lost=True)
 
 
 def _reconnect(life: Life) -> None:
     """The connection was lost before a byte was written: it may have been an old one, so the same engine counts too,
     once."""
-    endpoint = life.leave(Verdict.LOST if life.has_reconnected else None)
+    endpoint = life.leave(_LOST if life.has_reconnected else None)
     if life.has_reconnected:
         life.avoid_decode += (endpoint,)
     life.has_reconnected = True
@@ -273,4 +285,4 @@ def _warmed(life: Life) -> None:
 
 
 def _finish_closing(life: Life) -> None:
-    life.finish(life.outcome_due or _S.CANCELLED)
+    life.finish(life.outcome_due or _CANCELLED)

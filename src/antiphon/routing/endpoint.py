@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Final, Literal
 
 from antiphon.routing.states import EndpointState
 
 Role = Literal["prefill", "decode"]
 
-TIER_READY, TIER_WAITING, TIER_DOWN, TIER_OUT = range(4)
+TIER_READY: Final = 0
+TIER_WAITING: Final = 1
+TIER_DOWN: Final = 2
+TIER_OUT: Final = 3
 
 TIERS: dict[EndpointState, int] = {
     EndpointState.READY: TIER_READY,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from typing import Final
 
 from antiphon.routing.budget import RetryBudget
 from antiphon.routing.endpoint import Endpoint, Role
@@ -17,7 +18,7 @@ from antiphon.routing.pickers import load_bound
 from antiphon.routing.pool import Pool
 from antiphon.routing.states import EndpointState
 
-_READY = EndpointState.READY
+_READY: Final = EndpointState.READY
 
 
 class Fleet:

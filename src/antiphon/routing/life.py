@@ -21,6 +21,7 @@ Invariants: :meth:`Life.validate`. One ``Finish``, last.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from antiphon.routing.budget import backoff_s
 from antiphon.routing.commands import (
@@ -41,7 +42,16 @@ from antiphon.routing.path import Path
 from antiphon.routing.pool import Pool
 from antiphon.routing.states import OUTCOMES, Stage, assert_listed
 
-_S = Stage
+_BACKING_OFF: Final = Stage.BACKING_OFF
+_CANCELLED: Final = Stage.CANCELLED
+_COMPLETING: Final = Stage.COMPLETING
+_CONNECTING_DECODE: Final = Stage.CONNECTING_DECODE
+_CONNECTING_PREFILL: Final = Stage.CONNECTING_PREFILL
+_FAILED: Final = Stage.FAILED
+_PROBING: Final = Stage.PROBING
+_RECEIVED: Final = Stage.RECEIVED
+_STREAMING: Final = Stage.STREAMING
+_V_FAILED: Final = Verdict.FAILED
 
 
 class Life:
@@ -93,7 +103,7 @@ class Life:
         self, request_id: str, fleet: Fleet, options: LifeOptions, *, path: Path, key: int | None = None
     ) -> None:
         self.request_id = request_id
-        self.stage = _S.RECEIVED
+        self.stage = _RECEIVED
         self.deadline_s = inf
         """When the shell is to report ``Deadline``; it may change with each step."""
         self.fleet = fleet
@@ -122,7 +132,7 @@ class Life:
             self.fail(self.failure or self._unavailable(pool, "no_decode_engine"))
             return
         self._take(pool, endpoint)
-        self.enter(_S.PROBING, self.options.connect_s)
+        self.enter(_PROBING, self.options.connect_s)
         self.out.append(ProbeDecode(self.attempt, endpoint))
 
     def connect_prefill(self) -> None:
@@ -143,7 +153,7 @@ class Life:
         """
         self.failure = failure
         if self.client_left:
-            self.finish(_S.CANCELLED)
+            self.finish(_CANCELLED)
             return
         pool = self.fleet.prefill
         endpoint = None
@@ -154,7 +164,7 @@ class Life:
                 self.avoid_prefill = ()
                 options = self.options
                 wait_s = backoff_s(self.num_prefills, options.backoff_min_s, options.backoff_max_s, self.chance)
-                self.enter(_S.BACKING_OFF, wait_s)
+                self.enter(_BACKING_OFF, wait_s)
                 return
         if endpoint is None or not self._may_retry("prefill"):
             self.give_up_prefill()
@@ -186,7 +196,7 @@ class Life:
                 return
             self._take(self.fleet.decode, endpoint)
         self.num_decode_tries += 1
-        self.enter(_S.CONNECTING_DECODE, self.options.connect_s)
+        self.enter(_CONNECTING_DECODE, self.options.connect_s)
         if handle is not None and handle.until_s < self.deadline_s:
             self.deadline_s = handle.until_s
         self.out.append(ConnectDecode(self.attempt, endpoint))
@@ -242,13 +252,13 @@ class Life:
     def fail(self, failure: RespondError) -> None:
         """Tell the client, if it is there and has no answer, and finish."""
         if self.is_closing:
-            self.finish(self.outcome_due or _S.CANCELLED)
+            self.finish(self.outcome_due or _CANCELLED)
             return
-        if self.stage is _S.STREAMING:
+        if self.stage is _STREAMING:
             self.out.append(EndStreamWithError(failure.status, failure.code))
         else:
             self.out.append(failure)
-        self.finish(_S.FAILED)
+        self.finish(_FAILED)
 
     def finish(self, outcome: Stage) -> None:
         """The one place where a request ends."""
@@ -266,7 +276,7 @@ class Life:
             return
         if self.endpoint is not None:
             self.leave(None)
-        self.finish(_S.CANCELLED)
+        self.finish(_CANCELLED)
         self.out = []
 
     # -- parts ------------------------------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ class Life:
         if self.blamed is None or self.blamed.role != self.endpoint.role:
             self.blamed = self.endpoint
             self.is_excused = False
-            return self.leave(Verdict.FAILED)
+            return self.leave(_V_FAILED)
         if not self.is_excused:
             self.is_excused = True
             self.fleet.pool(self.blamed.role).excuse(self.blamed)
@@ -321,12 +331,12 @@ class Life:
 
     def validate(self) -> None:
         """Assert the invariants between two steps."""
-        has_engine = self.stage not in (OUTCOMES | {_S.RECEIVED, _S.BACKING_OFF})
+        has_engine = self.stage not in (OUTCOMES | {_RECEIVED, _BACKING_OFF})
         assert has_engine == (self.endpoint is not None), f"{self.stage.value}: {self.endpoint}"
         assert not self.out, "commands were not taken"
-        assert (self.deadline_s == inf) == (self.is_over or self.stage is _S.RECEIVED), "a stage without a deadline"
+        assert (self.deadline_s == inf) == (self.is_over or self.stage is _RECEIVED), "a stage without a deadline"
         assert not (self.is_over and self.reserved), "an engine stays reserved"
-        if self.stage is _S.COMPLETING:
+        if self.stage is _COMPLETING:
             assert self.handle is not None and self.is_closing
 
     def _unavailable(self, pool: Pool, code: FailureCode) -> RespondError:
@@ -353,7 +363,7 @@ class Life:
         self._take(self.fleet.prefill, endpoint)
         self.num_prefill_tries += 1
         self.has_prefill_head = False
-        self.enter(_S.CONNECTING_PREFILL, self.options.connect_s)
+        self.enter(_CONNECTING_PREFILL, self.options.connect_s)
         request_id = self.engine_request_id(self.num_prefill_tries)
         self.out.append(ConnectPrefill(self.attempt, endpoint, request_id))
 

@@ -17,6 +17,7 @@ Invariants: :meth:`Pool.validate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Final
 
 from antiphon.routing.budget import backoff_s
 from antiphon.routing.endpoint import (
@@ -34,8 +35,18 @@ from antiphon.routing.options import ENDPOINTS_MAX, FleetOptions
 from antiphon.routing.pickers import POLICIES, Picker
 from antiphon.routing.states import EndpointState, assert_listed
 
-_S = EndpointState
-RETRY_AFTER_MAX_S = 30
+_DOWN: Final = EndpointState.DOWN
+_DRAINING: Final = EndpointState.DRAINING
+_READY: Final = EndpointState.READY
+_REMOVED: Final = EndpointState.REMOVED
+_SUSPECT: Final = EndpointState.SUSPECT
+_UNKNOWN: Final = EndpointState.UNKNOWN
+_FAILED: Final = Verdict.FAILED
+_REFUSED: Final = Verdict.REFUSED
+_SUCCEEDED: Final = Verdict.SUCCEEDED
+_TIMED_OUT: Final = Verdict.TIMED_OUT
+_UNREACHABLE: Final = Verdict.UNREACHABLE
+RETRY_AFTER_MAX_S: Final = 30
 
 
 class Pool:
@@ -90,23 +101,23 @@ class Pool:
         self.picker.set_members(self.endpoints)
         if not is_open:
             endpoint.is_held = True
-            self._enter(endpoint, _S.DRAINING)
+            self._enter(endpoint, _DRAINING)
         return endpoint
 
     def drain(self, endpoint: Endpoint) -> None:
         """No new requests; those in flight go on."""
         endpoint.is_held = False
-        if endpoint.state is not _S.DRAINING:
-            self._enter(endpoint, _S.DRAINING)
+        if endpoint.state is not _DRAINING:
+            self._enter(endpoint, _DRAINING)
 
     def open(self, endpoint: Endpoint) -> None:
         """Take a drained endpoint back, as an unknown one."""
-        if endpoint.state is _S.DRAINING:
+        if endpoint.state is _DRAINING:
             endpoint.is_leaving = endpoint.is_held = False
             endpoint.num_opened = endpoint.num_failures = endpoint.num_failed_probes = 0
             endpoint.cause = Cause.NONE
             endpoint.retry_at_s = 0.0
-            self._enter(endpoint, _S.UNKNOWN)
+            self._enter(endpoint, _UNKNOWN)
 
     def remove(self, endpoint: Endpoint) -> None:
         """Drain it, and forget it once its last request has ended."""
@@ -200,10 +211,10 @@ class Pool:
             jitter: 0 to 1, for the wait.
             trial: what :meth:`begin` returned.
         """
-        if verdict is Verdict.SUCCEEDED:
+        if verdict is _SUCCEEDED:
             self._succeeded(endpoint, trial)
-        elif verdict is Verdict.REFUSED or verdict is Verdict.UNREACHABLE:
-            if verdict is Verdict.REFUSED:
+        elif verdict is _REFUSED or verdict is _UNREACHABLE:
+            if verdict is _REFUSED:
                 self._restarted(endpoint)
             self._take_down(endpoint, Cause.CONNECTION, now_s, jitter)
         else:
@@ -217,8 +228,8 @@ class Pool:
 
     def connected(self, endpoint: Endpoint) -> None:
         """A connection was made by which nothing was asked: something listens."""
-        if endpoint.state is _S.DOWN and endpoint.cause is Cause.CONNECTION:
-            self._enter(endpoint, _S.SUSPECT)
+        if endpoint.state is _DOWN and endpoint.cause is Cause.CONNECTION:
+            self._enter(endpoint, _SUSPECT)
 
     def saw_engine(self, endpoint: Endpoint, engine_id: str) -> None:
         """The engine said which life it is in; empty says nothing."""
@@ -237,15 +248,15 @@ class Pool:
         endpoint.num_failed_probes = 0
         endpoint.num_good_probes += 1
         state = endpoint.state
-        if state is _S.UNKNOWN:
+        if state is _UNKNOWN:
             self._close(endpoint)
-        elif state is _S.DOWN:
+        elif state is _DOWN:
             if endpoint.cause is not Cause.REQUEST or now_s >= endpoint.retry_at_s:
-                self._enter(endpoint, _S.SUSPECT)
+                self._enter(endpoint, _SUSPECT)
                 endpoint.num_good_probes = 1
                 endpoint.retry_at_s = now_s
         elif (
-            state is _S.SUSPECT
+            state is _SUSPECT
             and endpoint.cause is not Cause.REQUEST
             and endpoint.num_good_probes >= self._options.good_probes_min
         ):
@@ -261,7 +272,7 @@ class Pool:
     def health_refused(self, endpoint: Endpoint, now_s: float, jitter: float) -> None:
         """A health check could not connect: nothing listens."""
         endpoint.num_good_probes = 0
-        self.judge(endpoint, Verdict.REFUSED, now_s, jitter)
+        self.judge(endpoint, _REFUSED, now_s, jitter)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -278,16 +289,16 @@ class Pool:
         for endpoint in self.endpoints:
             assert endpoint.role == self.role
             assert endpoint.num_active >= 0 and endpoint.num_failed_probes >= 0
-            assert endpoint.state is not _S.REMOVED
+            assert endpoint.state is not _REMOVED
             assert endpoint.trial <= endpoint.num_trials
             assert not endpoint.trial or endpoint.num_active, "a trial without a request"
-            assert not endpoint.is_leaving or (endpoint.state is _S.DRAINING and endpoint.num_active)
-            assert not endpoint.is_held or (endpoint.state is _S.DRAINING and not endpoint.num_active)
+            assert not endpoint.is_leaving or (endpoint.state is _DRAINING and endpoint.num_active)
+            assert not endpoint.is_held or (endpoint.state is _DRAINING and not endpoint.num_active)
             assert 0 <= endpoint.error_share <= 1
-            if endpoint.state is _S.READY:
+            if endpoint.state is _READY:
                 assert not endpoint.trial and not endpoint.num_opened
                 assert endpoint.num_failures < self._options.failures_max
-            if endpoint.state is _S.DOWN:
+            if endpoint.state is _DOWN:
                 assert endpoint.cause is not Cause.NONE and endpoint.num_opened
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -322,24 +333,24 @@ class Pool:
             self._count(endpoint, 0.0)
         state = endpoint.state
         # What was sent before an engine went down says nothing about its return.
-        if state is _S.UNKNOWN or state is _S.SUSPECT or (state is _S.DOWN and trial):
+        if state is not _READY and (state is _UNKNOWN or state is _SUSPECT or (state is _DOWN and trial)):
             self._close(endpoint)
 
     def _failed(self, endpoint: Endpoint, verdict: Verdict, now_s: float, jitter: float, trial: int) -> None:
         endpoint.num_failures += 1
         self._count(endpoint, 1.0)
         options, state = self._options, endpoint.state
-        if state is _S.READY or state is _S.UNKNOWN:
+        if state is _READY or state is _UNKNOWN:
             is_bad = endpoint.num_judged >= options.error_window // 2 and endpoint.error_share > options.error_share_max
-            is_silent = verdict is Verdict.TIMED_OUT or state is _S.UNKNOWN
+            is_silent = verdict is _TIMED_OUT or state is _UNKNOWN
             if is_silent or is_bad or endpoint.num_failures >= options.failures_max:
                 self._suspect(endpoint, now_s, jitter)
-        elif state is _S.SUSPECT:
-            if verdict is not Verdict.FAILED:
+        elif state is _SUSPECT:
+            if verdict is not _FAILED:
                 self._take_down(endpoint, Cause.REQUEST, now_s, jitter)
             elif trial:
                 self._wait(endpoint, now_s, jitter)  # it answers: it is the last choice, and never none
-        elif state is _S.DOWN and trial:
+        elif state is _DOWN and trial:
             self._wait(endpoint, now_s, jitter)
 
     def _count(self, endpoint: Endpoint, failure: float) -> None:
@@ -355,14 +366,14 @@ class Pool:
         endpoint.cause = Cause.NONE
         endpoint.num_failures = endpoint.num_opened = endpoint.num_judged = 0
         endpoint.error_share = endpoint.retry_at_s = 0.0
-        self._enter(endpoint, _S.READY)
+        self._enter(endpoint, _READY)
 
     def _suspect(self, endpoint: Endpoint, now_s: float, jitter: float) -> None:
         """It has failed as a whole or too often: the next tries are single ones."""
         endpoint.cause = Cause.REQUEST
         endpoint.num_good_probes = 0
         self._wait(endpoint, now_s, jitter)
-        self._enter(endpoint, _S.SUSPECT)
+        self._enter(endpoint, _SUSPECT)
 
     def _take_down(self, endpoint: Endpoint, cause: Cause, now_s: float, jitter: float) -> None:
         """It does not answer: the breaker opens."""
@@ -371,8 +382,8 @@ class Pool:
         endpoint.cause = cause
         endpoint.num_good_probes = 0
         self._wait(endpoint, now_s, jitter)
-        if endpoint.state is not _S.DOWN:
-            self._enter(endpoint, _S.DOWN)
+        if endpoint.state is not _DOWN:
+            self._enter(endpoint, _DOWN)
 
     def _wait(self, endpoint: Endpoint, now_s: float, jitter: float) -> None:
         """Leave it alone for longer than the last time; failures of one time count once."""
@@ -389,7 +400,7 @@ class Pool:
         before = endpoint.state
         assert_listed(before, state)
         endpoint.state = state
-        if before is _S.READY and (state is _S.SUSPECT or state is _S.DOWN):
+        if before is _READY and (state is _SUSPECT or state is _DOWN):
             endpoint.num_ejections += 1
         self._move(endpoint, state)
         for action in self._on_changed:
@@ -408,7 +419,7 @@ class Pool:
             self.picker.set_ready(endpoint)
 
     def _forget(self, endpoint: Endpoint) -> None:
-        self._enter(endpoint, _S.REMOVED)
+        self._enter(endpoint, _REMOVED)
         self._tiers[TIER_OUT].remove(endpoint)
         self.endpoints.remove(endpoint)
         self.picker.set_members(self.endpoints)
@@ -416,10 +427,10 @@ class Pool:
             action(endpoint)
 
 
-_ERROR_SHARE_MIN = 0.01
+_ERROR_SHARE_MIN: Final = 0.01
 """Less is none: then a success costs nothing to note."""
 
-_IMPERFECT = (TIER_WAITING, TIER_DOWN)
+_IMPERFECT: Final = (TIER_WAITING, TIER_DOWN)
 
 
 def _load(endpoint: Endpoint) -> int:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from antiphon.routing.commands import CancelUpstream, Handle, PassOn, RespondError
 from antiphon.routing.endpoint import Endpoint, Verdict
 from antiphon.routing.events import ConnectRefused, Event, PrefillAnswered, UpstreamLost
 from antiphon.routing.life import Life
 from antiphon.routing.states import Stage
 
-_S = Stage
+_CANCELLED: Final = Stage.CANCELLED
+_COMPLETED: Final = Stage.COMPLETED
+_PREFILLING: Final = Stage.PREFILLING
+_LOST: Final = Verdict.LOST
+_REFUSED: Final = Verdict.REFUSED
+_SUCCEEDED: Final = Verdict.SUCCEEDED
+_TIMED_OUT: Final = Verdict.TIMED_OUT
+_UNREACHABLE: Final = Verdict.UNREACHABLE
 
 
 def received(life: Life, event: Event) -> None:
@@ -26,7 +35,7 @@ def client_left(life: Life, event: Event) -> None:
     if life.endpoint is not None:
         life.out.append(CancelUpstream(life.attempt))
         life.leave(None)
-    life.finish(_S.CANCELLED)
+    life.finish(_CANCELLED)
 
 
 # ---- probing ---------------------------------------------------------------------------------------------------------
@@ -52,7 +61,7 @@ def probe_refused(life: Life, event: Event) -> None:
 def probe_timed_out(life: Life, event: Event) -> None:
     """The next decode engine, or 503."""
     life.out.append(CancelUpstream(life.attempt))
-    life.avoid_decode += (life.leave(Verdict.UNREACHABLE),)
+    life.avoid_decode += (life.leave(_UNREACHABLE),)
     life.probe_decode()
 
 
@@ -63,7 +72,7 @@ def connected(life: Life, event: Event) -> None:
     """The shell sends the prefill request."""
     life.num_prefills += 1
     life.has_written = False
-    life.enter(_S.PREFILLING, life.options.prefill_s)
+    life.enter(_PREFILLING, life.options.prefill_s)
 
 
 def refused(life: Life, event: Event) -> None:
@@ -76,7 +85,7 @@ def refused(life: Life, event: Event) -> None:
 def connect_timed_out(life: Life, event: Event) -> None:
     """Another prefill engine: no byte was written."""
     life.out.append(CancelUpstream(life.attempt))
-    life.avoid_prefill += (life.leave(Verdict.UNREACHABLE),)
+    life.avoid_prefill += (life.leave(_UNREACHABLE),)
     life.connect_prefill()
 
 
@@ -108,14 +117,14 @@ def answered(life: Life, event: Event) -> None:
         life.avoid_prefill += (life.leave(None),)
         life.retry_prefill(life.overloaded(pool, status, event.retry_after_s))
     elif 400 <= status < 500:
-        life.leave(Verdict.SUCCEEDED)
+        life.leave(_SUCCEEDED)
         life.out.append(PassOn(life.attempt))
-        life.finish(_S.COMPLETED)
+        life.finish(_COMPLETED)
     elif status >= 500:
         life.avoid_prefill += (life.leave_with_status(),)
         life.retry_prefill(RespondError(502, "prefill_error"))
     else:
-        life.avoid_prefill += (life.leave(Verdict.LOST),)
+        life.avoid_prefill += (life.leave(_LOST),)
         life.retry_prefill(RespondError(502, "prefill_bad_answer"))
 
 
@@ -129,7 +138,7 @@ def lost(life: Life, event: Event) -> None:
         life.leave(None)
         life.connect_prefill()
         return
-    life.avoid_prefill += (life.leave(Verdict.LOST),)
+    life.avoid_prefill += (life.leave(_LOST),)
     if event.is_garbage:
         life.retry_prefill(RespondError(502, "prefill_bad_answer"))
     else:
@@ -139,7 +148,7 @@ def lost(life: Life, event: Event) -> None:
 def timed_out(life: Life, event: Event) -> None:
     """Cancel it; another prefill engine, or 504."""
     life.out.append(CancelUpstream(life.attempt))
-    life.avoid_prefill += (life.leave(Verdict.TIMED_OUT),)
+    life.avoid_prefill += (life.leave(_TIMED_OUT),)
     life.retry_prefill(RespondError(504, "prefill_timeout"))
 
 
@@ -152,7 +161,7 @@ def _leave_refused(life: Life, event: ConnectRefused) -> Endpoint:
     if event.is_own_limit:
         life.failure = RespondError(503, "own_limit", 1)
         return life.leave(None)
-    return life.leave(Verdict.REFUSED)
+    return life.leave(_REFUSED)
 
 
 def _take_handle(life: Life, event: PrefillAnswered) -> None:
@@ -161,7 +170,7 @@ def _take_handle(life: Life, event: PrefillAnswered) -> None:
     pool = life.fleet.prefill
     pool.saw_engine(endpoint, event.engine_id)
     number = endpoint.life
-    life.leave(Verdict.SUCCEEDED)
+    life.leave(_SUCCEEDED)
     life.failure = life.blamed = None
     life.has_reconnected = False
     if event.handle is not None:
@@ -169,6 +178,6 @@ def _take_handle(life: Life, event: PrefillAnswered) -> None:
     else:
         life.fleet.counts["no_handle"] += 1
         if life.client_left:
-            life.finish(_S.CANCELLED)
+            life.finish(_CANCELLED)
             return
     life.connect_decode()

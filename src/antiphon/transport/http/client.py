@@ -12,7 +12,7 @@ import errno
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import httptools
 
@@ -30,21 +30,21 @@ from antiphon.transport.http.deadlines import Deadlines
 from antiphon.transport.http.message import Fields, HttpResponse, field_lines
 from antiphon.transport.http.strand import Promise
 
-_IDLE_REUSE_MAX_S = 2.0
+_IDLE_REUSE_MAX_S: Final = 2.0
 """A connection idle for longer is not reused: an engine's server closes idle ones after 5 s (uvicorn's default), and a
 request written into a closing connection is lost without anybody knowing whether it ran."""
 
-_REST_TIMEOUT_S = 1.0
+_REST_TIMEOUT_S: Final = 1.0
 """How long the end of an answer's framing is waited for where the answer itself is known to be whole."""
 
-_HEAD_MAX_BYTES = 131_072
+_HEAD_MAX_BYTES: Final = 131_072
 
-_OWN_LIMITS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+_OWN_LIMITS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """What a failed connect says of this machine rather than of the engine."""
 
-_LET_GO = "the router has let go of this engine"
+_LET_GO: Final = "the router has let go of this engine"
 
-BODY_MAX_BYTES = 16_777_216
+BODY_MAX_BYTES: Final = 16_777_216
 """The largest whole answer that is taken from an engine: 16 MiB."""
 
 

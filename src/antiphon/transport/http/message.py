@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Header fields in the order received; names lower-case, values without surrounding white space."""
@@ -11,7 +12,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 Fields = Headers | bytes
 """Header fields, or the lines that they are written as, each with its line end."""
 
-REASONS = {
+REASONS: Final = {
     100: b"Continue",
     200: b"OK",
     201: b"Created",
@@ -36,7 +37,7 @@ REASONS = {
     504: b"Gateway Timeout",
 }
 
-HOP_BY_HOP = frozenset(
+HOP_BY_HOP: Final = frozenset(
     (
         b"connection",
         b"keep-alive",
@@ -124,7 +125,7 @@ def field_lines(fields: Fields) -> bytes:
     return b"".join([b"%b: %b\r\n" % field for field in fields])
 
 
-_STATUS_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in REASONS.items()}
+_STATUS_LINES: Final = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in REASONS.items()}
 
 
 def status_line(status: int) -> bytes:

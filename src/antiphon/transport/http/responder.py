@@ -6,7 +6,7 @@ Owns the framing of responses; the connection behind it owns the bytes and the o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from antiphon.protocol.body import Buffer
 from antiphon.transport.http.message import Fields, field_lines, head_bytes, status_line
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from antiphon.transport.http.server import HttpServerConnection
 
 
-_JOIN_MAX_BYTES = 65_536
+_JOIN_MAX_BYTES: Final = 65_536
 """A response up to this size is written as one piece, which costs less than several."""
 
 

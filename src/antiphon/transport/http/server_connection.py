@@ -11,7 +11,7 @@ import ipaddress
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import httptools
 
@@ -23,11 +23,11 @@ from antiphon.transport.http.responder import Responder
 if TYPE_CHECKING:
     from antiphon.transport.http.server import HttpServer
 
-_WRITE_HIGH_WATER_BYTES = 262_144
-_CLOSE_FLUSH_TIMEOUT_S = 10.0
-_UNASKED_MAX_BYTES = 65_536
+_WRITE_HIGH_WATER_BYTES: Final = 262_144
+_CLOSE_FLUSH_TIMEOUT_S: Final = 10.0
+_UNASKED_MAX_BYTES: Final = 65_536
 """Bodies up to this size are read without asking whether the client may send them."""
-_FRAMING_SHARE = 8
+_FRAMING_SHARE: Final = 8
 """Bytes sent for each byte of a body, at most, beside ``header_max_bytes``: a chunk of one byte takes six. More is
 chunk extensions or trailer fields, which nobody asked for."""
 
