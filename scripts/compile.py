@@ -1,7 +1,7 @@
 """Compiles the router's hot modules with mypyc, for the environment whose Python runs this.
 
 The modules are listed in ``pyproject.toml`` (``[tool.antiphon.compiled]``). The result is a folder in the environment;
-``antiphon router`` uses it while it fits the source (``core/compiled.py``). Needs a C compiler and Python's headers,
+``antiphon router`` uses it while it fits the source (``cli/compiled.py``). Needs a C compiler and Python's headers,
 and says so where they are missing: the router then runs the same modules as Python, which takes more CPU a request.
 
 Invariant: the folder is whole or absent; an interrupted run leaves what was there before.
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from antiphon.core.compiled import MANIFEST, digest_of, folder  # noqa: E402
+from antiphon.cli.compiled import MANIFEST, digest_of, folder  # noqa: E402
 
 OPTIONS = {"opt_level": "2", "debug_level": "0", "group_name": "antiphon_compiled"}
 COMPILE_TIMEOUT_S = 1200.0

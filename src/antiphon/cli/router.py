@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
+from antiphon.cli.compiled import use_compiled
 from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.cli.vllm_router_flags import translate
 from antiphon.config.hosts import is_loopback
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.compiled import use_compiled
 from antiphon.core.errors import ConfigError
 from antiphon.transport.loop import run
 

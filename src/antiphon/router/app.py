@@ -34,6 +34,7 @@ from antiphon.routing.fleet import Fleet
 from antiphon.routing.options import FleetOptions
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
+from antiphon.transport.http.strand import Activity
 
 log = logging.getLogger("antiphon.router")
 
@@ -122,15 +123,15 @@ class Router:
                 endpoint.num_ejections,
             )
 
-    def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
-        """Serve one request; returns the work to be run."""
+    def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None] | Activity:
+        """Serve one request; returns the work to be run, or what has begun."""
         if request.method == "POST":
             route = ROUTES.get(request.path)
             if route is not None:
                 return self.inference.serve(request, responder, route)
         return self._serve_own(request, responder)
 
-    def _handle_keyed(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None]:
+    def _handle_keyed(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None] | Activity:
         """The same, where clients need a key. Health is for everybody, and the admin routes have a key of their own."""
         assert self._keys is not None
         path = request.path

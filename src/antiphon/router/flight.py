@@ -30,7 +30,7 @@ from antiphon.protocol.prefill_answer import read_prefill_answer
 from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
 from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
-from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal
+from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal, stopping
 from antiphon.router.relay import Relay, WholeAnswer
 from antiphon.routing.commands import (
     CancelUpstream,
@@ -67,7 +67,7 @@ from antiphon.routing.states import Stage
 from antiphon.transport.http.client import HttpClientConnection
 from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lines
 from antiphon.transport.http.server import Responder
-from antiphon.transport.http.strand import Promise
+from antiphon.transport.http.strand import Activity
 
 _STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
 _WORDS: Final = {stage: stage.value for stage in Stage}
@@ -94,8 +94,8 @@ class Desk:
     chance: Callable[[], float] = random.random
 
 
-class Flight(Promise[None]):
-    """One request in progress; await its end.
+class Flight(Activity):
+    """One request in progress, resolved when it has ended.
 
     Args:
         desk: shared.
@@ -124,7 +124,7 @@ class Flight(Promise[None]):
     """By a request whose answer nobody wanted."""
 
     def __init__(self, desk: Desk, request: HttpRequest, responder: Responder, receipt: Receipt, api: Api) -> None:
-        Promise.__init__(self)
+        Activity.__init__(self)
         self.desk = desk
         self.request = request
         self.responder = responder
@@ -138,7 +138,7 @@ class Flight(Promise[None]):
         self.began_s = desk.clock()
 
     def begin(self, life: Life, body: Body) -> None:
-        """The request is valid: serve it. Await the flight then."""
+        """The request is valid: serve it."""
         self.life = life
         self.body = body
         self.desk.flights.add(self)
@@ -157,10 +157,11 @@ class Flight(Promise[None]):
             send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
         self._close(Stage.FAILED)
 
-    def cut(self, refusal: RequestRefused) -> None:
+    def cancel(self) -> None:
         """The router stops: tell the client, and let go of everything."""
         if self.is_resolved:
             return
+        refusal = stopping()
         self.receipt.error = self.receipt.error or refusal.message
         self._cancel_upstream()
         if not self.life.client_left and not self.responder.finished:

@@ -22,7 +22,6 @@ from antiphon.protocol.body import Body, scan
 from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
 from antiphon.router.flight import Desk, Flight
-from antiphon.router.refusals import stopping
 from antiphon.router.routes import Route
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
@@ -75,8 +74,8 @@ class Inference:
             numbers[flight.life.stage.value] += 1
         return numbers
 
-    async def serve(self, request: HttpRequest, responder: Responder, route: Route) -> None:
-        """Answer one POST on an inference route."""
+    def serve(self, request: HttpRequest, responder: Responder, route: Route) -> Flight:
+        """Begin to answer one POST on an inference route."""
         client_id = request.first.get(b"x-request-id")
         receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
         if client_id is not None:
@@ -90,17 +89,11 @@ class Inference:
             body, life = self._read(request, receipt, route)
         except RequestRefused as refusal:
             flight.refuse(refusal)
-            return
+            return flight
         flight.begin(life, body)
-        if flight.is_resolved and flight.failure is None:
-            return
-        if self._look is None:
+        if self._look is None and not flight.is_resolved:
             self._look = self._loop.call_later(LOOK_INTERVAL_S, self._look_at_deadlines)
-        try:
-            await flight
-        except asyncio.CancelledError:
-            flight.cut(stopping())
-            raise
+        return flight
 
     def close(self) -> None:
         """Watch no more, and write the rest of the access log."""

@@ -11,23 +11,24 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from antiphon.protocol.openai import JSON, error_body
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.responder import Responder
 from antiphon.transport.http.server_connection import HttpServerConnection
-from antiphon.transport.http.strand import Strand
+from antiphon.transport.http.strand import Activity, Strand
 
 log = logging.getLogger("antiphon.http")
 
 __all__ = ["Handler", "HttpServer", "HttpServerConnection", "Responder"]
 
-Handler = Callable[[HttpRequest, Responder], Coroutine[Any, Any, None]]
+Handler = Callable[[HttpRequest, Responder], "Coroutine[Any, Any, None] | Activity"]
+"""What serves one request: work to be run; or, where handlers run in strands, an activity that has begun."""
 
 
 class Job(Protocol):
-    """A handler at work: a task, or a strand."""
+    """A handler at work: a task, a strand or an activity."""
 
     def cancel(self) -> object:
         """Raise ``CancelledError`` in it."""
@@ -38,8 +39,10 @@ class _Work(Strand):
 
     __slots__ = ("_request", "_responder", "_server")
 
-    def __init__(self, server: HttpServer, request: HttpRequest, responder: Responder) -> None:
-        Strand.__init__(self, server.handler(request, responder))
+    def __init__(
+        self, server: HttpServer, request: HttpRequest, responder: Responder, work: Coroutine[Any, Any, None]
+    ) -> None:
+        Strand.__init__(self, work)
         self._server = server
         self._request = request
         self._responder = responder
@@ -50,7 +53,7 @@ class _Work(Strand):
         self._server.finished(self)
 
 
-def _tell(error: Exception, request: HttpRequest, responder: Responder) -> None:
+def _tell(error: BaseException, request: HttpRequest, responder: Responder) -> None:
     """A handler failed, which is a bug: log it, and let the client know."""
     log.error("the handler of %s %s failed", request.method, request.path, exc_info=error)
     if not responder.started:
@@ -195,17 +198,39 @@ class HttpServer:
     def start(self, request: HttpRequest, responder: Responder) -> None:
         """Run the handler for one request."""
         if self._in_strands:
-            work = _Work(self, request, responder)
-            self._jobs.add(work)
-            work.step()
+            self._begin(request, responder)
         else:
             task = self.loop.create_task(self._supervise(request, responder))
             self._jobs.add(task)
             task.add_done_callback(self.finished)
 
+    def _begin(self, request: HttpRequest, responder: Responder) -> None:
+        try:
+            begun = self.handler(request, responder)
+        except Exception as error:  # supervised: one request's bug must not end the server; it is logged and answered
+            _tell(error, request, responder)
+            return
+        if not isinstance(begun, Activity):
+            work = _Work(self, request, responder, begun)
+            self._jobs.add(work)
+            work.step()
+        elif begun.failure is not None:
+            _tell(begun.failure, request, responder)
+        elif not begun.is_resolved:
+            self._attend(begun, request, responder)
+
+    def _attend(self, activity: Activity, request: HttpRequest, responder: Responder) -> None:
+        def ended() -> None:
+            if activity.failure is not None:
+                _tell(activity.failure, request, responder)
+            self.finished(activity)
+
+        self._jobs.add(activity)
+        activity.then(ended)
+
     async def _supervise(self, request: HttpRequest, responder: Responder) -> None:
         try:
-            await self.handler(request, responder)
+            await cast("Coroutine[Any, Any, None]", self.handler(request, responder))
         except Exception as error:  # supervised: one request's bug must not end the server; it is logged and answered
             _tell(error, request, responder)
 

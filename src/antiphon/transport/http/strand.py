@@ -4,7 +4,8 @@ An asyncio task is started, woken and ended by a turn of the event loop each. A 
 engines, and for each of these turns the interpreter comes back to cold caches; here an engine's last byte continues the
 request at once.
 
-A :class:`Promise` is what it waits for; it may be awaited in an asyncio task too. A strand may await futures and tasks
+A :class:`Promise` is what it waits for; it may be awaited in an asyncio task too. An :class:`Activity` is work that
+needs no coroutine at all: it goes on by the callbacks of others. A strand may await futures and tasks
 of asyncio as well, but nothing that asks for the current task (``asyncio.timeout``, ``TaskGroup``): give that a task
 of its own and await it.
 """
@@ -45,6 +46,14 @@ class Promise(Generic[T]):
             if self._wake is not None:
                 self._wake()
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Do ``action`` when this is resolved or has failed, at once if it is; in the place of awaiting it."""
+        assert self._wake is None, "one waiter at a time"
+        if self.is_resolved:
+            action()
+        else:
+            self._wake = action
+
     def __await__(self) -> Generator[Any, None, T]:
         if not self.is_resolved:
             assert self._wake is None, "one waiter at a time"
@@ -70,6 +79,14 @@ class Promise(Generic[T]):
 
         self._wake = wake
         yield from future
+
+
+class Activity(Promise[None]):
+    """Work under way, resolved when it has ended."""
+
+    def cancel(self) -> None:
+        """End it now; nothing if it has ended."""
+        raise NotImplementedError
 
 
 class Strand:
