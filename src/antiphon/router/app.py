@@ -219,7 +219,7 @@ async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
     router = Router(spec)
     # What exists now lives as long as the process, and requests leave little to collect: look less often.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(50_000, 50, 50)
     stopping, hurrying = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

@@ -73,7 +73,7 @@ _STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
 _WORDS: Final = {stage: stage.value for stage in Stage}
 """Enum's ``value`` is a call into Python."""
 
-_JOIN_MAX_BYTES: Final = 65_536
+_JOIN_MAX_BYTES: Final = 16_384
 """A request up to this size is written as one piece, which costs less than several."""
 
 _FROM_THE_ENGINE: Final = -1

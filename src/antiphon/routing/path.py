@@ -62,11 +62,15 @@ def _is_not_disabled(value: bytes) -> bool:
     return value != b'"disabled"'
 
 
+def _begins_list(value: Any) -> bool:
+    return memoryview(value)[:1] == b"["  # a prompt is long, and seldom a list: it is not copied to be looked at
+
+
 def _is_list_of_prompts(value: bytes) -> bool:
     """A list of strings or of token lists; a flat list of token ids is one prompt."""
     if not value.startswith(b"["):
         return False
-    inner = value[1:].lstrip()
+    inner = value[1:64].lstrip() or value[1:].lstrip()
     return inner.startswith((b'"', b"[", b"]"))
 
 
@@ -90,9 +94,9 @@ def reason_alone(values: Mapping[str, Any]) -> str | None:
     """Why one handle cannot serve a request, or None.
 
     Args:
-        values: the raw JSON of each key that stands beside the limit of tokens, as bytes or what ``bytes`` takes.
+        values: the raw JSON of each key that stands beside the limit of tokens, as bytes or another buffer.
     """
-    if not _RARE_KEYS.isdisjoint(values) or ("prompt" in values and _is_list_of_prompts(bytes(values["prompt"]))):
+    if not _RARE_KEYS.isdisjoint(values) or ("prompt" in values and _begins_list(values["prompt"])):
         for key, reason, applies in _RULES:
             if key in values and applies(bytes(values[key])):
                 return reason
