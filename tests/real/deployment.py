@@ -35,6 +35,7 @@ engine:
     generation-config: vllm
     enable-auto-tool-choice: true
     tool-call-parser: hermes
+    enable-scale-out: true
 prefill: {{port: {prefill}, side_channel_port: {prefill_side}}}
 decode: {{port: {decode}, side_channel_port: {decode_side}}}
 handoff: {{lease_s: {lease_s}}}

@@ -447,6 +447,21 @@ async def test_sampling_parameters_with_too_many_keys_are_refused() -> None:
         assert p.seen == []
 
 
+@pytest.mark.parametrize("number", [1, 2], ids=["pd", "local"])
+@pytest.mark.parametrize("key", ["kv_transfer_params", "kv_transfer_param\\u0073"])
+async def test_a_handle_of_the_clients_own_is_refused_where_engines_keep_it(key: str, number: int) -> None:
+    """``extra_args`` is where vLLM itself puts the handle of a request."""
+    handle = json.dumps(HANDLE)
+    body = f'{{"token_ids":[1],"sampling_params":{{"n":{number},"extra_args":{{"a":1,"{key}":{handle}}}}}}}'
+    async with fleet(streams(GENERATE)) as (router, p, d):
+        reply = await send_bytes(router, GENERATE.path, body.encode())
+        error = json.loads(reply.body)["error"]
+        assert (reply.status, error["code"]) == (400, "kv_transfer_params_refused")
+        assert error["param"] == "sampling_params.extra_args.kv_transfer_params"
+        assert p.seen == d.seen == []
+        assert (await send(router, GENERATE, sampling_params={"n": 2, "extra_args": {"a": 1}})).status == 200
+
+
 @every_api
 async def test_the_beginning_of_a_prompt_is_a_key_to_an_engine_in_every_api(api: Spoken) -> None:
     async with (

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.router.stack import RouterProcess, Stack, address_of, total, urls, wait_for
+from tests.router.stack import RouterProcess, Stack, address_of, raw_request, total, urls, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -32,6 +35,23 @@ def wait_ready(router: RouterProcess, number: int) -> None:
         return [row["state"] for row in rows] == ["ready"] * number
 
     wait_for(ready, f"{number} engines are ready")
+
+
+def test_a_client_whose_address_is_not_known_is_not_this_machine(small: RouterProcess) -> None:
+    """What is reset before it is accepted has no address any more, and what it sent is read all the same."""
+    before = small.ask("GET", "/list_workers").json
+    body = {"role": "decode", "url": "http://127.0.0.1:9"}
+    request = raw_request("/endpoints", body).replace(b"Host: x", b"Host: 127.0.0.1")
+    small.process.send_signal(signal.SIGSTOP)
+    try:
+        with socket.create_connection(("127.0.0.1", small.port), timeout=10) as client:
+            client.sendall(request)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    finally:
+        small.process.send_signal(signal.SIGCONT)
+    assert small.ask("GET", "/list_workers").json == before
+    assert small.ask("POST", "/endpoints", body).status == 201, "the same with an address is this machine"
+    assert small.ask("DELETE", "/endpoints", body | {"force": True}).status == 200
 
 
 def test_added_engines_are_warm_before_their_first_request(stack: Stack, small: RouterProcess) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.protocol.handoff import PREFILL_PARAMS
 from tests.router.apis import ALL, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Spoken, prefills, send, streams
-from tests.router.scripted import HANDLE, engine, routing
+from tests.router.scripted import HANDLE, connected, engine, routing
 
 TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": {"type": "object"}}}
@@ -122,3 +122,22 @@ async def test_alone(api: Spoken, fields: dict[str, Any], reason: str) -> None:
         assert len(d.seen) == 1
         assert "kv_transfer_params" not in json.loads(d.seen[0].body)
         assert fields.items() <= json.loads(d.seen[0].body).items()
+
+
+@pytest.mark.parametrize("name", ["x-request-id", "traceparent"])
+async def test_a_long_header_is_not_kept_with_the_receipt(name: str) -> None:
+    """Thousands of receipts are kept, and a header may be as large as the limit of a head."""
+    async with engine(streams(COMPLETIONS)) as d, routing([], [d]) as router, connected(router) as client:
+        for value in ("a" * 512, "a" * 513):
+            body = json.dumps(COMPLETIONS.body).encode()
+            head = f"POST {COMPLETIONS.path} HTTP/1.1\r\nhost: x\r\n{name}: {value}\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.writer.write(head.encode() + body)
+            reply = await client.reply()
+            assert reply.status == 200
+            receipt = router.receipts.latest(1)[0]
+            kept = receipt.traceparent if name == "traceparent" else receipt.client_request_id
+            assert kept == (value if len(value) == 512 else None)
+            if name == "traceparent":
+                assert f"traceparent: {value}\r\n".encode() in d.heads[-1], "engines get it all the same"
+            else:
+                assert reply.headers[name] == (kept or receipt.id)

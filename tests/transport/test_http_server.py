@@ -116,7 +116,8 @@ async def test_http_1_0_with_keep_alive_goes_on() -> None:
     async with serving(Recorder()) as (_, port), connected(port) as client:
         for _ in range(2):
             client.send(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
-            assert (await client.response())[0] == 200
+            status, header, _ = await client.response()
+            assert (status, header[b"connection"]) == (200, b"keep-alive"), "else the client waits for the close"
 
 
 async def test_a_stream_for_http_1_0_ends_with_the_connection() -> None:
@@ -149,6 +150,12 @@ async def test_bodies_are_the_same_bytes_however_large() -> None:
         client.send(post(b"", body))
         await client.response()
     assert bytes(recorder.requests[0].body) == body
+
+
+async def test_expect_continue_of_http_1_0_is_not_answered() -> None:
+    async with serving(Recorder()) as (_, port), connected(port) as client:
+        client.send(b"POST / HTTP/1.0\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\nabc")
+        assert (await client.response())[0] == 200
 
 
 async def test_expect_continue_is_answered_before_the_body() -> None:

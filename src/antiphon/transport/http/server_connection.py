@@ -346,10 +346,17 @@ class HttpServerConnection:
 
     @property
     def peer_is_loopback(self) -> bool:
-        """Whether the other end is on this machine: a loopback address or a unix socket."""
-        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        """Whether the other end is on this machine: a loopback address or a unix socket.
+
+        One that left before it was accepted has no address, though what it sent is read: it may be anywhere.
+        """
+        transport = self._transport
+        if transport is None:
+            return False
+        peer = transport.get_extra_info("peername")
         if not isinstance(peer, tuple):
-            return True
+            sock = transport.get_extra_info("socket")
+            return sock is not None and sock.family == socket.AF_UNIX
         return ipaddress.ip_address(str(peer[0]).partition("%")[0].removeprefix("::ffff:")).is_loopback
 
     @property
