@@ -35,16 +35,19 @@ class Promise(Generic[T]):
         if not self.is_resolved:
             self.is_resolved = True
             self._value = value
-            if self._wake is not None:
-                self._wake()
+            self._woken()
 
     def fail(self, error: BaseException) -> None:
         """There is no result: awaiting it raises ``error``."""
         if not self.is_resolved:
             self.is_resolved = True
             self.failure = error
-            if self._wake is not None:
-                self._wake()
+            self._woken()
+
+    def _woken(self) -> None:
+        wake, self._wake = self._wake, None  # it may hold this: the collector is not to find them
+        if wake is not None:
+            wake()
 
     def then(self, action: Callable[[], None]) -> None:
         """Do ``action`` when this is resolved or has failed, at once if it is; in the place of awaiting it."""
