@@ -167,9 +167,10 @@ async def routing(
     values: dict[str, object] = {"port": 0, "drain_timeout_s": 0.0, "warm_pairs": False} | knobs
     pools = {"prefill": [each.url for each in prefill], "decode": [each.url for each in decode]}
     router = Router(RouterSpec.model_validate(values | pools))
-    if "health_interval_s" not in knobs:
-        router.engines.watch = asyncio.Event().wait  # type: ignore[assignment,method-assign]
     port = await router.start()
+    if "health_interval_s" not in knobs:
+        assert router._watch is not None
+        router._watch.cancel()  # before its first step
     router.spec = router.spec.model_copy(update={"port": port})
     try:
         yield router

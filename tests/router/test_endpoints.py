@@ -154,6 +154,8 @@ async def test_pool_has_a_limit() -> None:
         ("POST", "/endpoints", {"role": "decode", "url": "http://h:1/v1"}, 400, "invalid_url"),
         ("POST", "/endpoints", {"role": "decode", "url": "http://h:1\r\nx: y"}, 400, "invalid_url"),
         ("POST", "/endpoints", {"role": "decode", "url": "http://[::1:8"}, 400, "invalid_url"),
+        ("POST", "/endpoints", {"role": "decode", "url": "http://a..b:8"}, 400, "invalid_url"),
+        ("POST", "/endpoints", {"role": "decode", "url": f"http://{'a' * 64}.example:8"}, 400, "invalid_url"),
         ("POST", "/endpoints", {"role": "decode", "url": NOBODY, "weight": 2}, 400, "invalid_request"),
         ("POST", "/endpoints", {"action": "stop", "role": "decode", "url": NOBODY}, 400, "invalid_action"),
         ("POST", "/endpoints", b"{", 400, "invalid_json"),

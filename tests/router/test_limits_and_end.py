@@ -130,6 +130,8 @@ def test_fields_named_by_connection_stay_here() -> None:
     headers = [(b"connection", b"keep-alive, X-Secret"), (b"x-secret", b"s"), (b"x-open", b"o")]
     request = HttpRequest("POST", b"/v1/completions", "1.1", headers)
     assert forwarded_headers(request) == [(b"x-open", b"o")]
+    request = HttpRequest("POST", b"/x", "1.1", [*request.headers, (b"connection", b"x-open")])
+    assert forwarded_headers(request) == [], "several fields count as one"
 
 
 async def test_an_engine_that_has_never_answered_is_not_ready() -> None:

@@ -144,3 +144,16 @@ async def test_what_the_edge_refuses_is_counted() -> None:
                 assert (await client.reply()).status == status
                 assert counted(router, "edge_refusals_total", status=str(status)) == 1
         assert counted(router, "requests_total") == 0
+
+
+async def test_a_request_that_is_prefilled_again_chose_its_path_once() -> None:
+    async def fails_once(seen: Seen, wire: Wire) -> None:
+        if len(d.seen) + len(e.seen) == 1:
+            wire.whole(b"{}", status=500)
+        else:
+            await answers(seen, wire)
+
+    async with engine(prefills) as p, engine(fails_once) as d, engine(fails_once) as e, routing([p], [d, e]) as router:
+        assert (await ask(router, stream=False)).status == 200
+        assert len(p.seen) == 2
+        assert counted(router, "path_total", path="pd", reason="default") == 1

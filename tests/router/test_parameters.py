@@ -130,8 +130,8 @@ async def test_a_long_header_is_not_kept_with_the_receipt(name: str) -> None:
     async with engine(streams(COMPLETIONS)) as d, routing([], [d]) as router, connected(router) as client:
         for value in ("a" * 512, "a" * 513):
             body = json.dumps(COMPLETIONS.body).encode()
-            head = f"POST {COMPLETIONS.path} HTTP/1.1\r\nhost: x\r\n{name}: {value}\r\ncontent-length: {len(body)}\r\n\r\n"
-            client.writer.write(head.encode() + body)
+            head = f"POST {COMPLETIONS.path} HTTP/1.1\r\nhost: x\r\n{name}: {value}\r\n"
+            client.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             reply = await client.reply()
             assert reply.status == 200
             receipt = router.receipts.latest(1)[0]

@@ -43,6 +43,11 @@ async def fetch(pool: HttpPool, timeout_s: float = WAIT_S, body_max_bytes: int =
     return await pool.fetch(get(pool), timeout_s=timeout_s, body_max_bytes=body_max_bytes)
 
 
+async def test_an_ipv6_address_stands_in_brackets() -> None:
+    pool = HttpPool("fd00::1", 8001)
+    assert get(pool)[0].splitlines()[1] == b"host: [fd00::1]:8001"
+
+
 class Sink:
     """Notes what a connection reports."""
 

@@ -27,6 +27,8 @@ def engine_url(url: str) -> str:
     rest = (parts.path.rstrip("/"), parts.query, parts.fragment, parts.username, parts.password)
     if parts.scheme != "http" or not host or any(rest) or not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(wrong)
+    if ":" not in host and not all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
+        raise ValueError(wrong)  # no name of a host
     if not port:
         raise ValueError(f"{url[:200]!r} has no port: write http://HOST:PORT")
     return http_url(host, port)

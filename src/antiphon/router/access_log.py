@@ -27,7 +27,7 @@ _ROUTE_MAX_LEN = 200
 FIELDS: dict[str, str] = {
     "time": "when the whole request was here: UTC, RFC 3339",
     "id": "of the receipt, as in `x-antiphon-receipt`; empty where a key was refused",
-    "client_request_id": "the client's `x-request-id`, or null",
+    "client_request_id": "the client's `x-request-id`, or null; a longer one than 512 bytes is neither kept nor echoed",
     "trace_id": "the trace id of the client's `traceparent`, or null",
     "route": "the path that was asked",
     "path": "`pd`, `local`, or empty where none was chosen",

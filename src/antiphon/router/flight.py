@@ -118,7 +118,8 @@ class Flight(Activity):
     """When the prefill request was sent."""
     handed_over_s = 0.0
     """When its answer was here."""
-    params: bytes | None = None
+    has_path = False
+    """The path is counted: once, however often the request is prefilled."""
     left_before_first_byte = False
     is_pulled = False
     """By a request whose answer nobody wanted."""
@@ -235,7 +236,7 @@ class Flight(Activity):
             self.lost(UpstreamGarbage(error.message))
             return
         receipt.prompt_tokens, receipt.cached_tokens = answer.prompt_tokens, answer.cached_tokens
-        self.params = params = answer.kv_transfer_params
+        params = answer.kv_transfer_params
         if params is None:
             # Right, but not what was asked for: it shows in the header, the receipt and the metric.
             receipt.reason = "no_handle"
@@ -243,7 +244,9 @@ class Flight(Activity):
         else:
             receipt.error = None
             receipt.reason = "default"
-        desk.metrics.paths.count("pd", receipt.reason)
+        if not self.has_path:
+            self.has_path = True
+            desk.metrics.paths.count("pd", receipt.reason)
         self.tell(PrefillAnswered(attempt, 200, params, answer.engine_id))
 
     def first_byte(self) -> None:

@@ -23,9 +23,9 @@ def forwarded_headers(request: HttpRequest, dropped: frozenset[bytes] = NOT_FORW
 
     ``accept-encoding`` is left out: events are read on their way back.
     """
-    named = request.first.get(b"connection")
-    if named is not None:
-        dropped = dropped | {name.strip().lower() for name in named.split(b",")}
+    if b"connection" in request.first:
+        values = [value for name, value in request.headers if name == b"connection"]
+        dropped = dropped | {name.strip().lower() for name in b",".join(values).split(b",")}
     return [field for field in request.headers if field[0] not in dropped]
 
 

@@ -22,6 +22,7 @@ from antiphon.protocol.body import Body, scan
 from antiphon.router.access_log import AccessLog
 from antiphon.router.engines import Engines
 from antiphon.router.flight import Desk, Flight
+from antiphon.router.refusals import handle_refused
 from antiphon.router.routes import Route
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
@@ -36,6 +37,9 @@ LOOK_INTERVAL_S = 0.025
 """Deadlines are noticed this late at most. One look for all requests costs less than a timer for each."""
 
 SESSION_HEADER = b"x-session-id"
+
+KEPT_MAX_BYTES = 512
+"""A longer header field is not kept in a receipt: there are thousands of receipts."""
 
 
 class Inference:
@@ -78,10 +82,10 @@ class Inference:
         """Begin to answer one POST on an inference route."""
         client_id = request.first.get(b"x-request-id")
         receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
-        if client_id is not None:
+        if client_id is not None and len(client_id) <= KEPT_MAX_BYTES:
             receipt.client_request_id = client_id.decode("latin-1")
         traceparent = request.first.get(b"traceparent")
-        if traceparent is not None:
+        if traceparent is not None and len(traceparent) <= KEPT_MAX_BYTES:
             receipt.traceparent = traceparent.decode("latin-1")
         flight = Flight(self._desk, request, responder, receipt, route.api)
         self._receipts.add(receipt)
@@ -115,11 +119,7 @@ class Inference:
         values = body.values
         receipt.stream = "stream" in values and body.get("stream") == b"true"
         if "kv_transfer_params" in values and body.get("kv_transfer_params") != b"null":
-            raise RequestRefused(
-                "kv_transfer_params is set by the router and cannot be sent by a client",
-                code="kv_transfer_params_refused",
-                param="kv_transfer_params",
-            )
+            raise handle_refused("kv_transfer_params")
         choice = SINGLE_STAGE
         if route.is_split:
             alone = route.judge(body) if route.judge is not None else None

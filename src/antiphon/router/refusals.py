@@ -65,6 +65,19 @@ def unavailable(role: Role) -> RequestRefused:
     return refusal_for(RespondError(503, "no_prefill_engine" if role == "prefill" else "no_decode_engine"))
 
 
+def handle_refused(param: str) -> RequestRefused:
+    """A client names a handle, which may be another client's.
+
+    Args:
+        param: where in the body.
+    """
+    return RequestRefused(
+        "kv_transfer_params is set by the router and cannot be sent by a client",
+        code="kv_transfer_params_refused",
+        param=param,
+    )
+
+
 def stopping() -> RequestRefused:
     """The router stops, and its time to let requests finish is over."""
     return RequestRefused("the router is stopping", status=503, kind="service_unavailable", code="stopping")

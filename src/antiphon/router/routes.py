@@ -15,6 +15,7 @@ from antiphon.protocol.apis import Api
 from antiphon.protocol.body import Body
 from antiphon.protocol.handoff import nested_body
 from antiphon.protocol.requests import judge_message, judge_response
+from antiphon.router.refusals import handle_refused
 from antiphon.routing.path import reason_alone
 
 
@@ -36,11 +37,18 @@ class Route:
 
 
 def judge_generate(body: Body) -> str | None:
-    """A request to ``/inference/v1/generate``, by its sampling parameters."""
+    """A request to ``/inference/v1/generate``, by its sampling parameters.
+
+    Raises:
+        RequestRefused: they have too many keys, or name a handle: ``extra_args`` is where vLLM keeps that of a request.
+    """
     try:
         nested = nested_body(body, "sampling_params")
+        extra = nested_body(nested, "extra_args") if nested is not None and "extra_args" in nested.values else None
     except ProtocolError as error:
         raise RequestRefused(error.message, code="invalid_json", param="sampling_params") from None
+    if extra is not None and "kv_transfer_params" in extra.values:
+        raise handle_refused("sampling_params.extra_args.kv_transfer_params")
     return reason_alone(nested.values) if nested is not None else None
 
 

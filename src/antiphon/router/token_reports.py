@@ -70,11 +70,6 @@ class TokenReports:
         self._is_stopping = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def is_following(self) -> bool:
-        """Whether there is any cache server to follow."""
-        return bool(self._followers)
-
     def start(self) -> None:
         """Begin to follow: a task for each server and one that sweeps; none without a server."""
         if self._followers:

@@ -357,7 +357,7 @@ class HttpPool:
     def __init__(self, host: str, port: int, *, connections_max: int = 1024, connect_timeout_s: float = 2.0) -> None:
         self.host = host
         self.port = port
-        self.authority = f"{host}:{port}"
+        self.authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._connections_max = connections_max
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[HttpClientConnection] = deque()

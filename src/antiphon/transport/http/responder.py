@@ -60,8 +60,13 @@ class Responder:
         assert not self.started, "a response was already started"
         self.started = True
         connection = self._connection
-        close = b"" if connection.keeps_alive else b"connection: close\r\n"
-        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), field_lines(fields), len(body), close)
+        if not connection.keeps_alive:
+            after = b"connection: close\r\n"
+        elif connection.version == "1.0":
+            after = b"connection: keep-alive\r\n"  # it asked for that, and else takes the close for the end
+        else:
+            after = b""
+        head = b"%b%bcontent-length: %d\r\n%b\r\n" % (status_line(status), field_lines(fields), len(body), after)
         if connection.is_head:
             connection.write(head)
         elif len(body) < _JOIN_MAX_BYTES:

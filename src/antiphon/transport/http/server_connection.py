@@ -215,7 +215,7 @@ class HttpServerConnection:
                 self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
             self._check_sender(request)
         expect = first.get(b"expect")
-        if expect is not None and expect.lower() == b"100-continue" and not self.is_busy:
+        if expect is not None and expect.lower() == b"100-continue" and version == "1.1" and not self.is_busy:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _check_sender(self, request: HttpRequest) -> None:
