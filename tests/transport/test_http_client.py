@@ -303,6 +303,27 @@ async def test_an_engine_that_says_more_than_was_asked_is_not_asked_again(surplu
         assert upstream.num_connections == 2
 
 
+async def test_a_connection_that_still_holds_a_request_is_not_reused() -> None:
+    is_over, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def refuses_early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await is_over.wait()
+        writer.close()
+        has_ended.set()
+
+    server = await asyncio.start_server(refuses_early, "127.0.0.1", 0)
+    pool = HttpPool("127.0.0.1", server.sockets[0].getsockname()[1])
+    answer = await pool.fetch(get(pool, b"z" * 16_000_000), timeout_s=WAIT_S, body_max_bytes=1000)
+    assert answer.body == b"ok"
+    assert pool.statistics()["idle"] == 0
+    pool.close()
+    is_over.set()
+    await has_ended.wait()
+    server.close()
+
+
 async def test_bytes_on_an_idle_connection_end_it() -> None:
     async with Upstream(says(OK, b"HTTP/1.1 200 OK\r\n")).running() as upstream:
         pool = HttpPool("127.0.0.1", upstream.port)

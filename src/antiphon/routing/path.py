@@ -63,7 +63,9 @@ def _is_not_disabled(value: bytes) -> bool:
 
 
 def _begins_list(value: Any) -> bool:
-    return memoryview(value)[:1].tobytes() == b"["  # a prompt is long, and seldom a list: it is not copied to be looked at
+    return (
+        memoryview(value)[:1].tobytes() == b"["
+    )  # a prompt is long, and seldom a list: it is not copied to be looked at
 
 
 def _is_list_of_prompts(value: bytes) -> bool:

@@ -86,6 +86,8 @@ class HttpClientConnection:
         self._is_complete = False
         self._ends_at_close = False
         self._keeps_alive = False
+        self._may_be_unsent = False
+        """The request was large: an engine may answer before it has read it."""
         self._is_paused = False
         self.idle_since = 0.0
 
@@ -107,6 +109,7 @@ class HttpClientConnection:
         if timeout_s is not None:
             self._deadlines = deadlines = self._pool.deadlines(timeout_s)
             deadlines.add(self)
+        self._may_be_unsent = len(buffers) > 1
         if len(buffers) == 1:
             self._transport.write(buffers[0])
         else:
@@ -244,6 +247,8 @@ class HttpClientConnection:
         sink = self._forget_exchange()
         if sink is None:
             return  # it aborted in the middle of the last piece
+        if self._may_be_unsent and self._transport is not None and self._transport.get_write_buffer_size():
+            self._keeps_alive = False  # the next request would stand behind the rest of this one
         if self._keeps_alive:  # false where the close is the answer's end
             if self._is_paused:
                 self.resume()  # the next exchange on it must be heard
