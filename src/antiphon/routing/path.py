@@ -63,9 +63,8 @@ def _is_not_disabled(value: bytes) -> bool:
 
 
 def _begins_list(value: Any) -> bool:
-    return (
-        memoryview(value)[:1].tobytes() == b"["
-    )  # a prompt is long, and seldom a list: it is not copied to be looked at
+    """Of a prompt, which is long and seldom a list: it is not copied to be looked at."""
+    return memoryview(value)[:1].tobytes() == b"["
 
 
 def _is_list_of_prompts(value: bytes) -> bool:
