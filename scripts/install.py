@@ -1,7 +1,9 @@
 """Makes the virtual environment ``.venv`` and brings it to the versions in the lock files. Standard library only.
 
 Owns ``.venv``. It is built from ``requirements/cpu.lock`` (what serving on a CPU needs) and, with ``--dev``, from
-``requirements/dev.lock`` (what the tests need); Antiphon itself is installed from this folder, editable.
+``requirements/dev.lock`` (what the tests need); Antiphon itself is installed from this folder, editable. Where there is
+a C compiler, ``requirements/compile.lock`` comes first and ``scripts/compile.py`` runs while pip fetches the rest; no
+install fails because of it.
 
 Invariants: a lock file is installed again only when its text changed; an interrupted install is finished by running it
 again; two runs at once wait for each other. A package that a lock file no longer names stays installed. It does not
@@ -25,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +39,10 @@ PYTHON_TESTED = (3, 11)
 DISK_FREE_MIN_BYTES = 3_500_000_000  # the environment is 2.6 GB and pip unpacks the largest wheels beside it
 INSTALL_TIMEOUT_S = 3600.0  # 3 GB over a slow line; pip's own time limits end a dead connection long before
 LOCK_TIMEOUT_S = 3600.0  # another run of this script at work: as long as an install may take
+COMPILE_WANTED = 4  # exit status of scripts/compile.py --check
 POLL_S = 0.25
+COMPILE_NICE = 19  # pip goes first where they share a processor
+COMPILE_END_TIMEOUT_S = 10.0  # to remove its temporary folder when it is told to stop
 QUIET_LINE_EVERY_S = 5.0  # how often progress is printed where the output is a file, not a terminal
 PIP_TAIL_LINES = 15
 
@@ -218,6 +224,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
+def in_the_background() -> None:
+    """Runs in the child: as ``die_with_parent``, in a way that lets it clean up, and at a low priority."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    os.nice(COMPILE_NICE)
+
+
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +372,58 @@ class Environment:
         self.record(project=wanted)
         return True
 
+    def wants_compile(self) -> bool:
+        """Whether the router's modules are to be compiled, and can be. Says once why they cannot."""
+        command = [str(self.python), str(self.root / "scripts" / "compile.py"), "--check"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == COMPILE_WANTED:
+            return True
+        # The words once, not each time somebody types make.
+        if done.returncode != 0 and self.stamp().get("not_compiled") != done.stdout:
+            print((done.stdout or done.stderr).strip(), flush=True)
+        if done.stdout != self.stamp().get("not_compiled", ""):
+            self.record(not_compiled=done.stdout)
+        return False
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compiles the router's modules beside the body, and waits for the end of it after the body. Never raises by
+        itself: where it fails, the router runs as Python, and that is said.
+        """
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(
+                [str(self.python), str(self.root / "scripts" / "compile.py")],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                cwd=self.root,
+                start_new_session=True,
+                preexec_fn=in_the_background,
+            )
+            try:
+                yield
+                self._follow_compile(process)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+                    try:
+                        process.wait(COMPILE_END_TIMEOUT_S)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
+            said.seek(0)
+            print(said.read().strip(), flush=True)
+
+    def _follow_compile(self, process: subprocess.Popen[bytes]) -> None:
+        progress = Progress(is_terminal=sys.stdout.isatty())
+        started_s = time.monotonic()
+        try:
+            while process.poll() is None:  # it has a time limit of its own
+                progress.show(f"compiling the router's modules  {time.monotonic() - started_s:.0f} s")
+                time.sleep(POLL_S)
+        finally:
+            progress.close()
+
     def provide_libnuma(self) -> None:
         """Gives vLLM a libnuma where the system has none: the copy that NIXL brings, under the name that vLLM asks for.
 
@@ -441,16 +505,23 @@ def tree_size_bytes(folder: Path) -> int:
     return total
 
 
-def install(root: Path, folder: Path, *, dev: bool) -> None:
-    """Brings the environment up to date; silent where it is so already."""
+def install(root: Path, folder: Path, *, dev: bool, compiled: bool = True) -> None:
+    """Brings the environment up to date; silent where it is so already.
+
+    Args:
+        compiled: whether the router's modules may be compiled.
+    """
     started_s = time.monotonic()
     environment = Environment(root, folder)
     with only_one(root / "requirements"):
         environment.create()
-        changed = environment.install_lock("cpu")
-        changed = (dev and environment.install_lock("dev")) or changed
-        environment.provide_libnuma()
-        changed = environment.install_self() or changed
+        wants_compile = compiled and environment.wants_compile()
+        changed = (wants_compile or dev) and environment.install_lock("compile")
+        with environment.compiling() if wants_compile else contextlib.nullcontext():
+            changed = environment.install_lock("cpu") or changed
+            changed = (dev and environment.install_lock("dev")) or changed
+            environment.provide_libnuma()
+            changed = environment.install_self() or changed
     if changed:
         size = tree_size_bytes(folder) / 1e9
         print(f"installed: {size:.2f} GB in {folder.name}, {time.monotonic() - started_s:.0f} s", flush=True)
@@ -459,11 +530,12 @@ def install(root: Path, folder: Path, *, dev: bool) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Make or update the virtual environment.")
     parser.add_argument("--dev", action="store_true", help="install what the tests need, too")
+    parser.add_argument("--no-compile", action="store_true", help="leave the router's modules as they are")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        install(ROOT, ROOT / ".venv", dev=options.dev)
+        install(ROOT, ROOT / ".venv", dev=options.dev, compiled=not options.no_compile)
     except InstallError as error:
         print(f"\ninstall: {error}", file=sys.stderr)
         return 1

@@ -40,13 +40,27 @@ class Group:
     command: tuple[str, ...] = ()
     markers: str = ""
     can_be_empty: bool = False
+    paths: tuple[str, ...] = ()
+    is_compiled: bool = False
+    """Runs on the compiled modules; where they cannot be made, it is not run, and that is said."""
 
+
+COMPILE_TIMEOUT_S = 1500.0
+COMPILE_MISSING = 3  # exit status of scripts/compile.py
 
 GROUPS = (
     Group("lint", "lint", 120, command=("-m", "ruff", "check", ".")),
     Group("lint", "format", 120, command=("-m", "ruff", "format", "--check", ".")),
     Group("types", "types", 600, command=("-m", "mypy")),
     Group("unit", "unit", 900, markers="not process and not real_engine"),
+    Group(
+        "compiled",
+        "compiled",
+        600,
+        markers="not process and not real_engine and not interpreted",
+        paths=("tests/router",),
+        is_compiled=True,
+    ),
     Group("process", "process", 1200, markers="process and not real_engine"),
     Group("real", "real engine", 2400, markers="real_engine"),
 )
@@ -186,7 +200,13 @@ def run_group(group: Group, folder: Path, extra: list[str]) -> Outcome:
     command = [sys.executable, *group.command]
     if junit is not None:
         junit.unlink(missing_ok=True)
-        command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *extra]
+        command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *group.paths, *extra]
+    if group.is_compiled:
+        reason = why_not_compiled()
+        if reason is not None:
+            print(f"{group.title:<12} not run: {reason}", flush=True)
+            return Outcome(skips=Counter({f"{group.title}: {reason}": 1}))
+        command = ["env", "ANTIPHON_COMPILED=1", *command]
     started_s = time.monotonic()
     status = run_to_end(command, log_path, group.timeout_s, group.title)
     outcome = judge(group, status, junit)
@@ -199,6 +219,16 @@ def run_group(group: Group, folder: Path, extra: list[str]) -> Outcome:
     mark = "FAILED" if outcome.num_failed else "ok"
     print(f"{group.title:<12} {mark:<7} {outcome.wall_s:7.1f} s   {counts(outcome)}", flush=True)
     return outcome
+
+
+def why_not_compiled() -> str | None:
+    """Why the router's modules cannot be compiled on this machine, in one line; None where they can be, or are.
+
+    A compiler that fails is no reason: the group then fails.
+    """
+    command = [sys.executable, str(ROOT / "scripts" / "compile.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    return " ".join(done.stdout.split()) or "it cannot be compiled here" if done.returncode == COMPILE_MISSING else None
 
 
 def counts(outcome: Outcome) -> str:

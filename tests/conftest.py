@@ -3,6 +3,9 @@
 The leak checks are on for every test: a test fails if a child process that it started is alive when the test and its
 fixtures have ended, or if an asyncio task that it started in the test's event loop is still pending then. Processes and
 tasks that belong to a wider fixture (module, session) existed before the test and are left to that fixture.
+
+With ``ANTIPHON_COMPILED=1`` the tests run on the compiled modules, or not at all: they are switched on here, before any
+test imports one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from antiphon.cli.compiled import SWITCH, use_compiled
+
+if os.environ.get(SWITCH) == "1":
+    use_compiled()
 
 LEAK_GRACE_S = 2.0  # how long a process or a task that is already ending gets to end
 PR_SET_PDEATHSIG = 1

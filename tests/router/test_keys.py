@@ -280,6 +280,7 @@ class FromElsewhere:
     peer_is_loopback = False
 
 
+@pytest.mark.interpreted  # with a stand-in for a responder
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "example.com"])
 async def test_a_public_bind_without_keys_leaves_the_admin_routes_on_loopback(host: str) -> None:
     async with engine(streams) as d, routing([], [d], host="0.0.0.0") as router:

@@ -90,6 +90,7 @@ async def test_a_second_signal_ends_the_drain_and_still_says_so() -> None:
         assert await stopping == 1
 
 
+@pytest.mark.interpreted  # it replaces a method of a pool
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EADDRNOTAVAIL])
 async def test_a_limit_of_this_machine_takes_no_engine_down(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.router.app import Router
@@ -115,6 +116,7 @@ async def test_where_requests_are_and_how_many_wait() -> None:
         await until(lambda: by_stage(router) == idle, "nothing is in progress")
 
 
+@pytest.mark.interpreted  # it replaces a method of a pool
 async def test_a_request_that_no_engine_has_waits() -> None:
     async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router, connected(router) as client:
         pool = router.engines.pool(router.fleet.prefill.endpoints[0])

@@ -68,6 +68,7 @@ class Client:
         self.finished = True
 
 
+@pytest.mark.interpreted  # with a stand-in for a responder
 async def test_client_that_left_before_its_request_began_is_served_by_nobody() -> None:
     client = Client()
     client.is_disconnected = True
@@ -99,6 +100,7 @@ class Owner:
         self.heard.append("ended" if is_complete and not has_error else "failed")
 
 
+@pytest.mark.interpreted  # with a stand-in for a connection
 @pytest.mark.parametrize("is_framed", [False, True], ids=["done only", "framed"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_nothing_is_done_to_the_connection_after_the_answer(is_framed: bool, stream: bool) -> None:
