@@ -66,6 +66,9 @@ class FakeTransport:
     def is_closing(self) -> bool:
         return self.is_closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None:
         pass
 
