@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import struct
@@ -73,6 +74,7 @@ class FailingEngine:
         self.script = script
         self.next: list[Script] = []
         self.port = quiet_ports(1)
+        self._is_known = False
         self.life = 1
         self.is_healthy = True
         self.num_probes = 0
@@ -91,9 +93,17 @@ class FailingEngine:
         return f"http://{self.address}"
 
     async def listen(self) -> None:
-        """Serve, from here on."""
+        """Serve, from here on. Before anybody knows its address, a port that is taken is replaced by another."""
         self._hole.close()
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        for tries_left in range(0 if self._is_known else 4, -1, -1):
+            try:
+                self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or not tries_left:
+                    raise
+                self.port = quiet_ports(1)
+        self._is_known = True
 
     def refuse(self) -> None:
         """Be gone: connections are refused, and those that there are, cut."""

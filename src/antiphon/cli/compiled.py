@@ -38,7 +38,7 @@ def digest_of(path: Path) -> str:
 def use_compiled() -> str | None:
     """Let the modules be imported in their compiled form; None, or why they will run as Python.
 
-    Call it before any of them is imported.
+    Call it before any of them is imported: a process that has imported one keeps all of them as they are.
 
     Raises:
         RuntimeError: they would run as Python, and ``ANTIPHON_COMPILED`` is ``1``.
@@ -64,7 +64,8 @@ def _use(compiled: Path) -> str | None:
             return f"{path} has changed since it was compiled: run scripts/compile.py"
     names = [path.removesuffix(".py").replace("/", ".") for path in manifest["sources"]]
     early = [name for name in names if name in sys.modules]
-    assert not early, f"imported before their compiled form could be used: {', '.join(early)}"
+    if early:
+        return f"{early[0]} was imported before its compiled form could be used"
     sys.path.append(str(compiled))  # the library that all of them share
     for package in sorted({name.rpartition(".")[0] for name in names}):
         importlib.import_module(package).__path__.insert(0, str(compiled / package.replace(".", "/")))
