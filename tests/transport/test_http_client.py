@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from antiphon.core.errors import ConnectFailed, UpstreamError, UpstreamGarbage, UpstreamLost, UpstreamTimeout
 from antiphon.transport.http import client as client_module
-from antiphon.transport.http.client import HttpClientConnection, HttpPool, request_head
+from antiphon.transport.http.client import HttpPool, request_head
+from antiphon.transport.http.client_connection import HttpClientConnection
 from antiphon.transport.http.message import HttpRequest, HttpResponse
 from antiphon.transport.http.server import Responder
 from tests.transport.http_edge import WAIT_S, Recorder, Upstream, serving, until
@@ -70,6 +71,10 @@ class Sink:
     def on_read_end(self) -> None:
         assert not self.ends
         self.num_reads += 1
+
+    def on_chunk(self, raw: bytes, begin: int) -> None:
+        self.on_body(raw[begin:-2])
+        self.on_read_end()
 
     def on_end(self) -> None:
         self.ends.append("end")
@@ -272,6 +277,7 @@ async def test_connections_that_the_engine_will_close_are_not_reused(close: byte
         assert pool.statistics()["idle"] == 0
 
 
+@pytest.mark.interpreted  # the constant is compiled in
 async def test_a_stale_connection_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_IDLE_REUSE_MAX_S", 0.05)
     async with Upstream(says(OK)).running() as upstream:

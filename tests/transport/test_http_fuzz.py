@@ -15,7 +15,8 @@ from typing import Any, cast
 import pytest
 
 from antiphon.core.errors import UpstreamError
-from antiphon.transport.http.client import HttpClientConnection, HttpPool
+from antiphon.transport.http.client import HttpPool
+from antiphon.transport.http.client_connection import HttpClientConnection
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, HttpServerConnection, Responder
 from tests.transport.http_edge import FakeTransport, connection_of

@@ -64,7 +64,7 @@ from antiphon.routing.events import (
 from antiphon.routing.life import Life
 from antiphon.routing.machine import step
 from antiphon.routing.states import Stage
-from antiphon.transport.http.client import HttpClientConnection
+from antiphon.transport.http.client_connection import HttpClientConnection
 from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lines
 from antiphon.transport.http.server import Responder
 from antiphon.transport.http.strand import Activity

@@ -21,7 +21,8 @@ from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import EVENT_STREAM
 from antiphon.protocol.usage import USAGE_MAX_BYTES
 from antiphon.router.headers import answer_lines, returned_lines
-from antiphon.transport.http.client import BODY_MAX_BYTES, HttpClientConnection
+from antiphon.transport.http.client import BODY_MAX_BYTES
+from antiphon.transport.http.client_connection import HttpClientConnection
 from antiphon.transport.http.message import HttpResponse
 from antiphon.transport.http.server import Responder
 
@@ -102,8 +103,6 @@ class Relay:
         responder = self._responder
         responder.on_stall, responder.on_resume = self._pause, self._resume
         self._connection.start(buffers, self)
-        if responder.is_stalled:  # with what was written before this request
-            self._pause()
 
     def cancel(self) -> None:
         """Cut the connection: nothing more is wanted."""
@@ -160,6 +159,28 @@ class Relay:
             self._report_end()
         else:
             self._responder.write(whole)
+
+    def on_chunk(self, raw: bytes, begin: int) -> None:
+        piece = raw[begin:-2]
+        end = self._end
+        life = self._life
+        if (
+            end is None
+            or life.client_left
+            or self._tail
+            or not self._responder.takes_chunks
+            or not piece.endswith(_END_OF_EVENT)
+            or piece.endswith(end)
+            or (self._cached_tokens != -1 and self._cached_tokens_key in piece)
+        ):
+            self.on_body(piece)
+            self.on_read_end()
+            return
+        # A token in the middle of a stream: the client gets it in the engine's own framing.
+        life.last_byte_s = time.monotonic()
+        self.num_pieces += 1
+        self._last_but_one, self._last = self._last, piece
+        self._responder.write_chunk(raw)
 
     def on_end(self) -> None:
         if self.is_stream:
@@ -232,6 +253,8 @@ class Relay:
             return False
         lines = returned_lines(self._headers) + answer_lines(self._owner.receipt)
         self._responder.start_stream(self.status, lines)
+        if self._responder.is_stalled:  # with what was written before this request: not earlier, since an engine whose
+            self._pause()  # first byte is not read would pass for one that is late
         return True
 
     def _end_stream(self) -> None:
@@ -348,9 +371,10 @@ class Relay:
         self._connection.pause()
 
     def _resume(self) -> None:
-        self.is_paused = False
-        self._life.last_byte_s = time.monotonic()
-        self._connection.resume()
+        if self.is_paused:
+            self.is_paused = False
+            self._life.last_byte_s = time.monotonic()
+            self._connection.resume()
 
     def _let_go(self) -> None:
         """The connection may serve other requests from here on: how slowly this client reads does not concern it."""
@@ -402,6 +426,9 @@ class WholeAnswer:
 
     def on_read_end(self) -> None:
         pass
+
+    def on_chunk(self, raw: bytes, begin: int) -> None:
+        self.on_body(raw[begin:-2])
 
     def on_end(self) -> None:
         self.is_over = True

@@ -105,6 +105,15 @@ class Responder:
         self._head = b""
         self._connection.write(data)
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether :meth:`write_chunk` may be used: pieces of the stream are chunks, and one was written."""
+        return self._chunked and not self._head and not self.finished
+
+    def write_chunk(self, raw: bytes) -> None:
+        """Send one piece that is in its framing already."""
+        self._connection.write(raw)
+
     def end(self, data: bytes = b"") -> None:
         """End a started stream truthfully, after a last piece if there is one."""
         assert self.started and not self.finished
