@@ -59,6 +59,7 @@ soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the ro
 	@ANTIPHON_NUM_ABORTS=$(ABORTS) "$(VENV)/bin/python" -m pytest -q -s tests/process/test_abort_storm.py
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
 	@$(ANTIPHON) bench cache
+	@$(ANTIPHON) bench router
 
 clean:  ## remove .venv and every cache in this folder (the demo model stays in your cache folder)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -31,6 +31,7 @@ import sysconfig
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,34 @@ the compiled class would lack the attribute."""
 
 class BuildError(Exception):
     """Why there are no compiled modules, for people."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is compiled, and for whom.
+
+    Args:
+        root: the folder of ``pyproject.toml`` and ``src``.
+        environment: the folder that gets the result.
+    """
+
+    root: Path = ROOT
+    environment: Path = folder().parent
+
+    @property
+    def compiled(self) -> Path:
+        """The folder of the compiled modules."""
+        return self.environment / folder().name
+
+    @property
+    def log(self) -> Path:
+        """What the compilers said last."""
+        return self.environment / LOG_NAME
+
+    @property
+    def failed(self) -> Path:
+        """The manifest of sources that could not be compiled."""
+        return self.environment / FAILED_NAME
 
 
 def listed(root: Path) -> list[str]:
@@ -93,14 +122,14 @@ def _says(path: Path, manifest: dict[str, object]) -> bool:
         return False
 
 
-def is_current(paths: list[str]) -> bool:
+def is_current(place: Place, paths: list[str]) -> bool:
     """Whether the folder was made from these sources, in this way."""
-    return _says(folder() / MANIFEST, manifest_of(paths, ROOT / "src"))
+    return _says(place.compiled / MANIFEST, manifest_of(paths, place.root / "src"))
 
 
-def has_failed(paths: list[str]) -> bool:
+def has_failed(place: Place, paths: list[str]) -> bool:
     """Whether these sources were tried, and could not be compiled."""
-    return _says(folder().parent / FAILED_NAME, manifest_of(paths, ROOT / "src"))
+    return _says(place.failed, manifest_of(paths, place.root / "src"))
 
 
 @contextlib.contextmanager
@@ -129,34 +158,34 @@ def mypy_config(paths: list[str]) -> str:
     )
 
 
-def build(paths: list[str]) -> None:
+def build(place: Place, paths: list[str]) -> None:
     """Compile, and put the result in place.
 
     Raises:
         BuildError: mypyc or the C compiler failed, took too long or gave a warning that matters.
     """
-    environment = folder().parent
-    log_path = environment / LOG_NAME
-    for left in environment.glob(f"{WORK_PREFIX}*"):  # of a run that was killed: no other runs
+    for left in place.environment.glob(f"{WORK_PREFIX}*"):  # of a run that was killed: no other runs
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=environment) as name:
+    with tempfile.TemporaryDirectory(prefix=WORK_PREFIX, dir=place.environment) as name:
         work = Path(name)
-        shutil.copytree(ROOT / "src" / "antiphon", work / "antiphon", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            place.root / "src" / "antiphon", work / "antiphon", ignore=shutil.ignore_patterns("__pycache__")
+        )
         manifest = manifest_of(paths, work)
         try:
-            run_mypyc(paths, work, log_path)
+            run_mypyc(place, paths, work)
         except BuildError:
-            (environment / FAILED_NAME).write_text(json.dumps(manifest))
+            place.failed.write_text(json.dumps(manifest))
             raise
         done = collect(work)
         (done / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        if folder().exists():
-            folder().rename(work / "replaced")
-        done.rename(folder())
-        (environment / FAILED_NAME).unlink(missing_ok=True)
+        if place.compiled.exists():
+            place.compiled.rename(work / "replaced")
+        done.rename(place.compiled)
+        place.failed.unlink(missing_ok=True)
 
 
-def run_mypyc(paths: list[str], work: Path, log_path: Path) -> None:
+def run_mypyc(place: Place, paths: list[str], work: Path) -> None:
     """Leave the extension modules beside the sources in ``work``.
 
     Raises:
@@ -164,9 +193,9 @@ def run_mypyc(paths: list[str], work: Path, log_path: Path) -> None:
     """
     (work / "mypy.ini").write_text(mypy_config(paths))
     # -P: no file of scripts/ stands in for a module of the same name.
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), "--in-folder", str(work)]
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), "--root", str(place.root), "--in-folder", str(work)]
     try:
-        with log_path.open("w") as log:
+        with place.log.open("w") as log:
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -179,7 +208,7 @@ def run_mypyc(paths: list[str], work: Path, log_path: Path) -> None:
             )
     except subprocess.TimeoutExpired:
         raise BuildError(f"it took longer than {COMPILE_TIMEOUT_S:.0f} s") from None
-    output = log_path.read_text(errors="replace")
+    output = place.log.read_text(errors="replace")
     if done.returncode != 0:
         raise BuildError("\n".join(output.splitlines()[-SHOWN_LINES:]))
     if found := warnings_that_matter(output):
@@ -235,16 +264,16 @@ def compile_here(paths: list[str], num_jobs: int) -> None:
     )
 
 
-def check(paths: list[str]) -> int:
+def check(place: Place, paths: list[str]) -> int:
     """Whether there is something to do, and the reason where nothing can be done."""
-    if is_current(paths):
+    if is_current(place, paths):
         return 0
     lack = missing()
     if lack is not None:
         print(f"the router is not compiled, and takes about twice the CPU a request: {lack}")
         return MISSING
-    if has_failed(paths):
-        print(f"the router could not be compiled and runs as Python: {folder().parent / LOG_NAME}")
+    if has_failed(place, paths):
+        print(f"the router could not be compiled and runs as Python: {place.log}")
         return FAILED
     return STALE
 
@@ -252,26 +281,31 @@ def check(paths: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Compile the router's hot modules.")
     parser.add_argument("--check", action="store_true", help="only say whether there is something to compile")
+    parser.add_argument("--root", type=Path, default=Place.root, help="folder of pyproject.toml and src [this one's]")
+    parser.add_argument(
+        "--environment", type=Path, default=Place.environment, help="folder that gets the result [of this Python]"
+    )
     parser.add_argument("--in-folder", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    paths = listed(ROOT)
+    place = Place(options.root.resolve(), options.environment.resolve())
+    paths = listed(place.root)
     if options.in_folder:
         compile_here(paths, len(os.sched_getaffinity(0)))
         return 0
     if options.check:
-        return check(paths)
-    with only_one(folder().parent):
-        if is_current(paths):
+        return check(place, paths)
+    with only_one(place.environment):
+        if is_current(place, paths):
             return 0
         if missing() is not None:
-            return check(paths)
+            return check(place, paths)
         if importlib.util.find_spec("mypyc") is None:
             print("the router is not compiled: requirements/compile.lock is not installed (make install does)")
             return MISSING
         try:
-            build(paths)
+            build(place, paths)
         except BuildError as error:
-            print(f"{error}\nthe router could not be compiled and runs as Python: {folder().parent / LOG_NAME}")
+            print(f"{error}\nthe router could not be compiled and runs as Python: {place.log}")
             return FAILED
     print(f"{len(paths)} modules of the router are compiled", flush=True)
     return 0

@@ -9,24 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from antiphon.bench import cache as bench_cache
-from antiphon.bench.cache import CacheBenchOptions, CacheBenchResult
+from antiphon.bench.cache import CacheBenchOptions
 from antiphon.bench.cache_calls import measure_hashing, times_hashed
 from antiphon.bench.cache_contention import _add_rows, _Lookups
+from antiphon.bench.figures import BenchResult, Row, Rows, percentile
 from antiphon.bench.processes import OwnServer
-from antiphon.bench.rig import (
-    Buffer,
-    CacheMiss,
-    Prompt,
-    Row,
-    Rows,
-    Shape,
-    Target,
-    attached,
-    layout_of,
-    percentile,
-    retrieve,
-    store,
-)
+from antiphon.bench.rig import Buffer, CacheMiss, Prompt, Shape, Target, attached, layout_of, retrieve, store
 from antiphon.cli.bench import bench, table_lines
 from antiphon.core import chunks
 from antiphon.core.errors import CacheError, CacheUnavailable, StartError
@@ -55,7 +43,7 @@ def test_goals_are_judged() -> None:
     rows.at_most("fast", 1.0, "ms", 1.0)
     rows.at_most("slow", 1.01, "ms", 1.0)
     assert [row.is_met for row in rows.rows] == [None, True, False, True, False]
-    result = CacheBenchResult(rows.rows, 2, "x86_64", "3.11", "0")
+    result = BenchResult(rows.rows, 2, "x86_64", "3.11", "0")
     assert [row.name for row in result.missed] == ["low", "slow"]
     lines = table_lines(result)
     assert "MISSED" in lines[-1]
@@ -120,7 +108,7 @@ def test_wrong_options_are_refused(arguments: list[str]) -> None:
 
 
 def test_a_missed_target_fails_the_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    missed = CacheBenchResult([Row("r", 2, "x", "<= 1", False)], 2, "x86_64", "3.11", "0")
+    missed = BenchResult([Row("r", 2, "x", "<= 1", False)], 2, "x86_64", "3.11", "0")
     monkeypatch.setattr("antiphon.cli.bench.run_cache_bench", lambda options, say: missed)
     assert CliRunner().invoke(bench, ["cache"]).exit_code == 0
     result = CliRunner().invoke(bench, ["cache", "--check"])

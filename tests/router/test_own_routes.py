@@ -54,6 +54,19 @@ def test_unknown_route(stack: Stack, method: str, path: str) -> None:
     assert stack.requests() == before
 
 
+async def test_a_target_that_names_its_host_is_its_route() -> None:
+    async with engine(prefills) as p, engine(streams) as d, routing([p], [d]) as router, connected(router) as client:
+        client.send("http://somewhere/v1/completions")
+        assert (await client.reply()).headers["x-antiphon-path"] == "pd"
+        for each in (p, d):
+            assert [seen.path for seen in each.seen] == ["/v1/completions"]
+            assert b"somewhere" not in each.heads[-1]
+        client.get("/status")  # of the host x
+        assert (await client.reply()).status == 403
+        client.get(f"http://127.0.0.1:{router.spec.port}/status")
+        assert (await client.reply()).status == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

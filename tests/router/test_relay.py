@@ -365,6 +365,29 @@ async def test_engine_is_paused_from_the_start_where_the_client_is_behind_alread
         assert (await slow.reply()).body.endswith(DONE)
 
 
+async def test_client_that_is_behind_is_not_taken_for_an_engine_that_is_late() -> None:
+    """The engine of the second pipelined request answers at once; what its client has not read is the first answer."""
+
+    async def answers(seen: Seen, wire: Wire) -> None:
+        if b"large" in seen.body:
+            wire.whole(b'"' + b"x" * 12_000_000 + b'"')
+        else:
+            await streams(seen, wire)
+
+    async with pair(answers, first_token_timeout_s=0.4) as (router, d), connected(router) as slow:
+        slow.send(prompt="large", stream=False)
+        slow.send()
+        await until(lambda: len(d.seen) == 2, "the second request")
+        await until(
+            lambda: newest(router)["first_token_ms"] or newest(router)["outcome"], "its first token, or its end"
+        )
+        assert len((await slow.reply()).body) == 12_000_002
+        reply = await slow.reply()
+        assert (reply.status, reply.body) == (200, EVENT * 3 + DONE)
+        assert counted(router, "engine_errors_total", role="decode", engine=d.address, kind="timeout") == 0
+        assert router.fleet.decode.endpoints[0].num_failures == 0
+
+
 async def test_client_that_stops_reading_for_good_is_cut_and_the_engine_let_go() -> None:
     async def floods(_: Seen, wire: Wire) -> None:
         wire.begin()

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from antiphon.transport.http import server
-from antiphon.transport.http.server import HttpServer
+from tests.transport.http_edge import Driver
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -26,6 +26,4 @@ def _quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[False, True], ids=["tasks", "strands"])
 def drivers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers run in tasks, and in strands."""
-    defaults = HttpServer.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "in_strands", request.param)
+    monkeypatch.setattr(Driver, "in_strands", request.param)

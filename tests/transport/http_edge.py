@@ -37,10 +37,23 @@ def echo(request: HttpRequest, responder: Responder) -> None:
     responder.send(200, [(b"content-type", b"text/plain")], body)
 
 
+class Driver:
+    """What runs the handlers of the servers that ``http_server`` makes; the fixture ``drivers`` sets it."""
+
+    in_strands = False
+
+
+def http_server(
+    handler: Callable[[HttpRequest, Responder], Awaitable[None] | None], limits: HttpLimits | None = None
+) -> HttpServer:
+    """A server whose handlers run in tasks or in strands, as ``Driver`` says."""
+    return HttpServer(handler, limits, in_strands=Driver.in_strands)
+
+
 @contextlib.asynccontextmanager
 async def serving(recorder: Recorder, limits: HttpLimits | None = None) -> AsyncIterator[tuple[HttpServer, int]]:
     """A listening server and its port."""
-    server = HttpServer(recorder.handle, limits)
+    server = http_server(recorder.handle, limits)
     port = await server.listen("127.0.0.1", 0)
     try:
         yield server, port

@@ -30,6 +30,7 @@ TOKENS = (
     *(b"content-length: 5\r\n", b"content-length: 0\r\n", b"transfer-encoding: chunked\r\n", b"connection: close\r\n"),
     *(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"expect: 100-continue\r\n", b" HTTP/1.0"),
     *(b"connection: upgrade\r\nupgrade: h2c\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"a: b\r\n c\r\n"),
+    *(b"http://y", b"://"),
 )
 
 
@@ -72,7 +73,8 @@ def chunks_of(chance: random.Random, body: bytes) -> bytes:
 
 def a_request(chance: random.Random) -> bytes:
     method = chance.choice((b"GET", b"POST", b"POST", b"HEAD"))
-    head = b"%b /%d HTTP/%b\r\nhost: x\r\n" % (method, chance.randrange(100), chance.choice((b"1.1", b"1.1", b"1.0")))
+    target = b"%b/%d" % (chance.choice((b"", b"", b"", b"http://y")), chance.randrange(100))
+    head = b"%b %b HTTP/%b\r\nhost: x\r\n" % (method, target, chance.choice((b"1.1", b"1.1", b"1.0")))
     head += chance.choice((b"", b"", b"connection: close\r\n", b"expect: 100-continue\r\n", b"a: %b\r\n" % (b"x" * 90)))
     if method != b"POST":
         return head + b"\r\n"

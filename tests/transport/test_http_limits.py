@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 
+from antiphon.transport.http import server as server_module
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import Responder
 from tests.transport.http_edge import Recorder, connected, echo, serving, until
@@ -286,15 +288,44 @@ async def test_valid_requests_before_a_malformed_one_are_answered() -> None:
 
 
 async def test_connections_past_the_limit_are_told_so() -> None:
-    async with serving(Recorder(), HttpLimits(connections_max=2)) as (server, port):
+    recorder = Recorder()
+    async with serving(recorder, HttpLimits(connections_max=2)) as (server, port):
         async with connected(port), connected(port):
             await until(lambda: server.statistics()["connections"] == 2)
             async with connected(port) as third:
-                assert status_of(await third.rest()) == 503
+                # What it has sent already must not turn the close into a reset that takes the answer with it.
+                third.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
+                status, header, body = await third.response()
+                assert (status, header[b"connection"], header[b"retry-after"]) == (503, b"close", b"1")
+                assert header[b"content-type"] == b"application/json"
+                error = json.loads(body)["error"]
+                assert (error["type"], error["code"]) == ("service_unavailable", "too_many_connections")
+                assert "2" in error["message"]
+                assert await third.rest() == b""
+            assert server.num_refused == {503: 1}
+            assert server.statistics()["connections"] == 2
         await until(lambda: server.statistics()["connections"] == 0)
         async with connected(port) as client:
             client.send(b"GET /a HTTP/1.1\r\n\r\n")
             assert (await client.response())[0] == 200
+    assert [request.path for request in recorder.requests] == ["/a"]
+
+
+async def test_connections_past_the_limit_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told so and stays costs a descriptor: for a few seconds, and only so many at a time."""
+    monkeypatch.setattr(server_module, "TURNED_AWAY_MAX", 2)
+    async with contextlib.AsyncExitStack() as stack:
+        server, port = await stack.enter_async_context(serving(Recorder(), HttpLimits(connections_max=1)))
+        await stack.enter_async_context(connected(port))
+        await until(lambda: server.statistics()["connections"] == 1)
+        others = [await stack.enter_async_context(connected(port)) for _ in range(4)]
+        for other in others:
+            assert (await other.response())[0] == 503
+        assert len(server.turned_away) == 2
+        for connection in list(server.turned_away):
+            connection.sweep(server.loop.time() + 60.0)
+        await until(lambda: not server.turned_away)
+        assert server.num_refused == {503: 4}
 
 
 async def echo_after(event: asyncio.Event, request: HttpRequest, responder: Responder) -> None:

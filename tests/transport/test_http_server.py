@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.transport.http.message import HttpLimits, HttpRequest
-from antiphon.transport.http.server import HttpServer, Responder
-from tests.transport.http_edge import Recorder, connected, connection_of, echo, serving, until
+from antiphon.transport.http.server import Responder
+from tests.transport.http_edge import Recorder, connected, connection_of, echo, http_server, serving, until
 
 pytestmark = pytest.mark.usefixtures("drivers")
 
@@ -72,7 +72,7 @@ async def test_a_request_that_arrives_between_two_responses_waits_its_turn() -> 
         started.append(request.path)
 
     recorder = Recorder(act)
-    connection, _ = connection_of(HttpServer(recorder.handle))
+    connection, _ = connection_of(http_server(recorder.handle))
     connection.data_received(GET % b"1" + GET % b"2")
     await until(lambda: started == ["/1"])
     recorder.responders[0].send(200, [], b"")  # the second one starts at the loop's next turn …
@@ -166,6 +166,107 @@ async def test_expect_continue_is_answered_before_the_body() -> None:
         assert (await client.response())[2] == b"POST / abc"
 
 
+EXPECTING = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n"
+
+
+async def test_expect_continue_behind_another_request_is_answered_in_its_turn() -> None:
+    release = asyncio.Event()
+
+    async def act(request: HttpRequest, responder: Responder) -> None:
+        await release.wait()
+        echo(request, responder)
+
+    recorder = Recorder(act)
+    async with serving(recorder) as (server, port), connected(port) as client:
+        client.send(GET % b"1" + GET % b"2" + EXPECTING % b"3")
+        await until(lambda: recorder.requests)
+        (connection,) = server._connections
+        connection.sweep(server.loop.time() + 600.0)  # while it waits for its turn, it is not late
+        release.set()
+        assert (await client.response())[2] == b"GET /1 "
+        assert (await client.response())[2] == b"GET /2 "
+        assert (await client.response())[0] == 100
+        client.send(b"abc" + GET % b"4" + EXPECTING % b"5")
+        assert (await client.response())[2] == b"POST /3 abc"
+        assert (await client.response())[2] == b"GET /4 "  # and no second 100
+        assert (await client.response())[0] == 100  # from here on the body has the usual time
+        connection.sweep(server.loop.time() + 50.0)
+        connection.sweep(server.loop.time() + 70.0)
+        assert (await client.response())[0] == 408
+
+
+async def test_a_body_that_did_not_wait_for_its_100_gets_none() -> None:
+    async def act(_request: HttpRequest, _responder: Responder) -> None:
+        """It is answered below."""
+
+    recorder = Recorder(act)
+    connection, transport = connection_of(http_server(recorder.handle))
+    connection.data_received(GET % b"1" + EXPECTING % b"2" + b"abc" + post(b"3", b"abcdef")[:-3])
+    for number in range(2):
+        await until(lambda: len(recorder.responders) == number + 1)  # noqa: B023 - it is called here
+        recorder.responders[number].send(200, [], b"")
+    connection.data_received(b"def")
+    await until(lambda: len(recorder.responders) == 3)
+    assert [bytes(request.body) for request in recorder.requests] == [b"", b"abc", b"abcdef"]
+    assert b" 100 " not in transport.written
+
+
+async def test_expect_continue_beside_an_offered_upgrade_is_answered_once() -> None:
+    async with serving(Recorder()) as (_, port), connected(port) as client:
+        client.send((EXPECTING % b"a")[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n")
+        assert (await client.response())[0] == 100
+        client.send(b"abc")
+        assert (await client.response())[2] == b"POST /a abc"
+
+
+# ---- the form of a target --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query", "host"),
+    [
+        (b"http://there/v1/completions", "/v1/completions", "", b"there"),
+        (b"HTTP://there:80/a?b=http://c/d", "/a", "b=http://c/d", b"there:80"),
+        (b"https://[::1]:1/a", "/a", "", b"[::1]:1"),
+        (b"http://there", "/", "", b"there"),
+        (b"http://there?a=1", "/", "a=1", b"there"),
+        (b"/http://there/a", "/http://there/a", "", b"here"),
+        (b"/a", "/a", "", b"here"),
+    ],
+)
+async def test_a_target_that_names_its_host_is_served_as_its_path(
+    target: bytes, path: str, query: str, host: bytes
+) -> None:
+    """And it is that host, whatever the field says (RFC 9112, 3.2.2)."""
+    recorder = Recorder()
+    async with serving(recorder) as (_, port), connected(port) as client:
+        client.send(b"POST %b HTTP/1.1\r\na: 1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi" % target)
+        assert (await client.response())[2] == b"POST %b hi" % path.encode()
+    (request,) = recorder.requests
+    assert (request.path, request.query, request.target) == (path, query, path + ("?" + query if query else ""))
+    assert request.header(b"host") == host
+    assert request.headers == [(b"a", b"1"), (b"host", host), (b"content-length", b"2")]
+
+
+async def test_a_target_names_a_host_that_no_field_does() -> None:
+    recorder = Recorder()
+    async with serving(recorder) as (_, port), connected(port) as client:
+        client.send(b"GET http://there/a HTTP/1.1\r\n\r\n")
+        assert (await client.response())[0] == 200
+    assert recorder.requests[0].header(b"host") == b"there"
+
+
+@pytest.mark.parametrize("target", [b"http:///a", b"http://a@b/c", b"ftp://a/b", b"http://?a", b"http://a#b/c"])
+async def test_a_target_that_is_no_url_of_ours_is_refused(target: bytes) -> None:
+    recorder = Recorder()
+    async with serving(recorder) as (server, port), connected(port) as client:
+        client.send(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+        assert (await client.response())[0] == 400
+        assert await client.rest() == b""
+        assert server.num_refused == {400: 1}
+    assert recorder.requests == []
+
+
 async def test_head_is_answered_without_a_body() -> None:
     async with serving(Recorder()) as (_, port), connected(port) as client:
         client.send(b"HEAD /a HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -211,7 +312,7 @@ def test_requests_do_not_depend_on_how_their_bytes_are_split(data: st.DataObject
 
     async def feed() -> list[tuple[str, list[tuple[bytes, bytes]], bytes]]:
         recorder = Recorder()
-        connection, _ = connection_of(HttpServer(recorder.handle))
+        connection, _ = connection_of(http_server(recorder.handle))
         for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             connection.data_received(stream[start:stop])
             if data.draw(st.booleans()):
@@ -438,7 +539,7 @@ async def test_drain_lets_requests_finish_and_closes_idle_connections() -> None:
         echo(request, responder)
 
     recorder = Recorder(act)
-    server = HttpServer(recorder.handle)
+    server = http_server(recorder.handle)
     port = await server.listen("127.0.0.1", 0)
     async with connected(port) as busy, connected(port) as idle:
         busy.send(GET % b"a")
@@ -462,7 +563,7 @@ async def test_drain_cuts_what_does_not_finish_in_time() -> None:
         await forever.wait()
 
     recorder = Recorder(act)
-    server = HttpServer(recorder.handle)
+    server = http_server(recorder.handle)
     port = await server.listen("127.0.0.1", 0)
     async with connected(port) as client:
         client.send(GET % b"a")

@@ -11,6 +11,8 @@ import pytest
 from antiphon.transport.http.strand import Promise, Strand
 from tests.transport.http_edge import until
 
+pytestmark = pytest.mark.interpreted  # a class of Python does not inherit from a compiled one
+
 
 class Told(Strand):
     """A strand that notes how it ended."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
-from antiphon import __version__
 from antiphon.bench.cache_calls import measure_hashing, measure_lookups, measure_ping, measure_read_after_write
 from antiphon.bench.cache_contention import NUM_WRITERS, measure_contention
 from antiphon.bench.cache_copies import measure_copies
+from antiphon.bench.figures import BenchResult, Rows, Say
 from antiphon.bench.processes import BenchProcess, OwnServer
-from antiphon.bench.rig import Row, Rows, Say, Shape, Target
+from antiphon.bench.rig import Shape, Target
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
 from antiphon.core.errors import CapacityExceeded
 from antiphon.core.memory import available_memory_bytes
@@ -79,27 +77,7 @@ class CacheBenchOptions:
         return self.arena_bytes + 2 * largest + NUM_WRITERS * self.writer_shape.num_bytes + (512 << 20)
 
 
-@dataclass(frozen=True)
-class CacheBenchResult:
-    """The figures, and what they were measured on."""
-
-    rows: list[Row]
-    num_cpus: int
-    machine: str
-    python: str
-    version: str
-
-    @property
-    def missed(self) -> list[Row]:
-        """The rows whose goal is not met."""
-        return [row for row in self.rows if row.is_met is False]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def run_cache_bench(options: CacheBenchOptions, say: Say) -> CacheBenchResult:
+def run_cache_bench(options: CacheBenchOptions, say: Say) -> BenchResult:
     """Measures everything, one after the other.
 
     Raises:
@@ -129,10 +107,4 @@ def run_cache_bench(options: CacheBenchOptions, say: Say) -> CacheBenchResult:
         measure_lookups(target, options.lookup_tokens, options.num_calls, rows, say)
         measure_read_after_write(target, options.num_read_after_write, rows, say)
         measure_contention(target, process, options.writer_shape, options.num_calls, rows, say)
-    return CacheBenchResult(
-        rows=rows.rows,
-        num_cpus=len(os.sched_getaffinity(0)),
-        machine=platform.machine(),
-        python=platform.python_version(),
-        version=__version__,
-    )
+    return BenchResult.here(rows)

@@ -9,21 +9,8 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import Final
 
-from antiphon.bench.rig import (
-    TENANT,
-    Buffer,
-    CacheMiss,
-    Prompt,
-    Rows,
-    Say,
-    Target,
-    ask,
-    attached,
-    percentile,
-    release,
-    retrieve,
-    store,
-)
+from antiphon.bench.figures import Rows, Say, percentile
+from antiphon.bench.rig import TENANT, Buffer, CacheMiss, Prompt, Target, ask, attached, release, retrieve, store
 from antiphon.core import chunks
 from antiphon.core.chunks import TOKEN_BYTES, ChunkChain, chunk_keys
 from antiphon.core.chunks_layout import ChunkLayout

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from antiphon.bench.cache_calls import SMALL_LAYOUT
+from antiphon.bench.figures import Row, Rows, Say, percentile
 from antiphon.bench.processes import BenchProcess
 from antiphon.bench.rig import (
     Buffer,
     CacheMiss,
     Prompt,
-    Row,
-    Rows,
-    Say,
     Shape,
     Target,
     ask,
@@ -29,7 +27,6 @@ from antiphon.bench.rig import (
     layout_of,
     lookup,
     model_of,
-    percentile,
     release,
     store,
 )

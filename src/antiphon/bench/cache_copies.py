@@ -7,7 +7,8 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
-from antiphon.bench.rig import Buffer, Prompt, Rows, Say, Shape, Target, attached, layout_of, retrieve, store
+from antiphon.bench.figures import Rows, Say
+from antiphon.bench.rig import Buffer, Prompt, Shape, Target, attached, layout_of, retrieve, store
 from antiphon.core.errors import CacheError
 from antiphon.storage.arena import copy_bytes
 

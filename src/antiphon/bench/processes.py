@@ -1,6 +1,6 @@
-"""The processes of a bench: a cache server of its own, and writers. They end with the bench, however it ends.
+"""The processes of a bench. They end with the bench, however it ends.
 
-Owns their start, their end and what the kernel says of the processor time that they used.
+Owns their start, their end and what the kernel says of the processor time and the memory that they used.
 """
 
 from __future__ import annotations
@@ -58,6 +58,21 @@ class BenchProcess:
             except (OSError, IndexError):
                 continue  # the thread has ended since
         return total_ns / 1e9
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Resident memory now, and the most that it was.
+
+        Raises:
+            StartError: the process has ended.
+        """
+        try:
+            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        except OSError:
+            lines = []
+        found = {line.split()[0]: line.split()[1] for line in lines if line.startswith(("VmRSS:", "VmHWM:"))}
+        if len(found) < 2:
+            raise StartError(f"the process ended with code {self.exit_code}")
+        return int(found["VmRSS:"]) * 1024, int(found["VmHWM:"]) * 1024
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL after a grace period."""

@@ -1,14 +1,13 @@
-"""What every measurement of the cache uses: clients, buffers, chunk keys, percentiles, results."""
+"""What every measurement of the cache uses: clients, buffers, chunk keys."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from antiphon.client import CacheClient, ClientOptions, Session
@@ -19,9 +18,6 @@ from antiphon.core.ids import new_incarnation
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.protocol import cache as protocol
 from antiphon.storage.arena import copy_bytes
-
-Say = Callable[[str], None]
-"""Takes a line about progress."""
 
 TENANT: Final = "bench"
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -55,43 +51,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.num_chunks} x {self.chunk_bytes / 1e6:.1f} MB"
-
-
-@dataclass
-class Row:
-    """One figure of a bench.
-
-    Args:
-        name: what was measured.
-        value: in ``unit``.
-        unit: ``GB/s`` (10^9), ``ms``, ``us``, ``ns``, ``x`` (a ratio) or ``of N``.
-        goal: what it should be, as ``>= 0.8``; None where nothing is promised.
-        is_met: whether it is; None without a goal.
-        note: how to read it.
-    """
-
-    name: str
-    value: float
-    unit: str
-    goal: str | None = None
-    is_met: bool | None = None
-    note: str = ""
-
-
-@dataclass
-class Rows:
-    """Figures in the order in which they were measured."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, name: str, value: float, unit: str, note: str = "") -> None:
-        self.rows.append(Row(name, value, unit, note=note))
-
-    def at_least(self, name: str, value: float, unit: str, goal: float) -> None:
-        self.rows.append(Row(name, value, unit, f">= {goal:g}", value >= goal))
-
-    def at_most(self, name: str, value: float, unit: str, goal: float) -> None:
-        self.rows.append(Row(name, value, unit, f"<= {goal:g}", value <= goal))
 
 
 class Buffer:
@@ -233,10 +192,3 @@ def retrieve(session: Session, prompt: Prompt, request: str, destination_address
     for index, region in enumerate(found.regions):
         copy_bytes(destination_address + index * chunk_bytes, session.address_of(region), chunk_bytes)
     release(session, request, found)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed."""
-    assert values, "no values"
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from antiphon.bench.cache import CacheBenchOptions, CacheBenchResult, run_cache_bench
+from antiphon.bench.cache import CacheBenchOptions, run_cache_bench
+from antiphon.bench.figures import BenchResult, Say
+from antiphon.bench.router import RouterBenchOptions, run_router_bench
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
 from antiphon.core.errors import AntiphonError
 
@@ -30,6 +33,23 @@ def _address(_: click.Context, parameter: click.Parameter, text: str | None) -> 
     return host, int(port)
 
 
+_json_option = click.option(
+    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+
+
+def _measure(run: Callable[[Say], BenchResult], json_path: Path | None) -> BenchResult:
+    """Run a bench; one that cannot run ends the command with 1."""
+    try:
+        result = run(lambda line: click.echo(line, err=True))
+        if json_path is not None:
+            json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+    except (AntiphonError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    return result
+
+
 @bench.command(name="cache")
 @click.option("--server", callback=_address, metavar="HOST:PORT", help="A running server. [default: start one]")
 @click.option(
@@ -41,7 +61,7 @@ def _address(_: click.Context, parameter: click.Parameter, text: str | None) -> 
 )
 @click.option("--quick", is_flag=True, help="Seconds instead of a minute: whether it runs, not how fast it is.")
 @click.option("--check", is_flag=True, help="Exit with 1 when a target is missed.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@_json_option
 def cache(server: tuple[str, int] | None, chunk_size: int, *, quick: bool, check: bool, json_path: Path | None) -> None:
     """Measure a cache server: store and retrieve beside a plain copy, lookups, lookups beside writers.
 
@@ -53,20 +73,32 @@ def cache(server: tuple[str, int] | None, chunk_size: int, *, quick: bool, check
         options = CacheBenchOptions.quick(server, chunk_size)
     else:
         options = CacheBenchOptions(server, chunk_size)
-    try:
-        result = run_cache_bench(options, lambda line: click.echo(line, err=True))
-        if json_path is not None:
-            json_path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
-    except (AntiphonError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+    result = _measure(lambda say: run_cache_bench(options, say), json_path)
     click.echo("\n".join(table_lines(result, is_judged=check or not quick)))
     if check and result.missed:
         click.echo(f"{len(result.missed)} targets missed", err=True)
         sys.exit(1)
 
 
-def table_lines(result: CacheBenchResult, *, is_judged: bool = True) -> list[str]:
+@bench.command(name="router")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.2, 600),
+    default=RouterBenchOptions.seconds,
+    show_default=True,
+    help="Of load for each measurement.",
+)
+@_json_option
+def router(seconds: float, json_path: Path | None) -> None:
+    """Measure a router: processor time of a request and of a streamed event, latency added, memory.
+
+    It starts a router, two prefill and two decode engines, which are simulated, and ends them.
+    """
+    result = _measure(lambda say: run_router_bench(RouterBenchOptions(seconds), say), json_path)
+    click.echo("\n".join(table_lines(result)))
+
+
+def table_lines(result: BenchResult, *, is_judged: bool = True) -> list[str]:
     """The figures as a table in markdown; a quick run measures too little to judge targets by."""
     cells = [("what", "figure", "target", "")]
     for row in result.rows:

@@ -116,7 +116,7 @@ class StageMetrics:
         refused = CounterMetricFamily(
             _name("edge_refusals"),
             "Requests that were not read, by status: 400 malformed, 408 slow, 413 and 431 too large, 429 too many sent "
-            "ahead, 503 no memory for it.",
+            "ahead, 503 no memory for it, or no room for its connection.",
             labels=["status"],
         )
         for status, number in self._refused.items():

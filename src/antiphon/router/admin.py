@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import hmac
 import time
+from functools import partial
 from operator import attrgetter
 from urllib.parse import parse_qsl
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import RequestRefused, UpstreamError
+from antiphon.core.errors import RequestRefused
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import CONTENT_TYPE, RouterMetrics
 from antiphon.protocol import json
 from antiphon.protocol.openai import JSON
 from antiphon.router.engines import Engines
 from antiphon.router.keys import admin_key, bearer
+from antiphon.router.models import ask_for_models, first_answer
 from antiphon.router.refusals import unavailable
 from antiphon.router.token_reports import READ_WAIT_MAX_S, TokenReports
+from antiphon.routing import fleet as fleet_module
 from antiphon.routing.endpoint import TIER_DOWN, TIER_WAITING, Cause, Endpoint
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.states import EndpointState
 from antiphon.transport.http.access import is_asked_from_here
-from antiphon.transport.http.client import request_head
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.server import Responder
 
@@ -78,21 +80,14 @@ class Admin:
     async def models(self, request: HttpRequest, responder: Responder) -> None:
         """``/v1/models`` of the first engine that answers, decode engines first."""
         known = [*self._fleet.decode.endpoints, *self._fleet.prefill.endpoints]
-        for endpoint in sorted(known, key=_TIER):  # those that are down last: they may be back
-            if endpoint.state is EndpointState.REMOVED:
-                continue  # while another one was asked
-            pool = self._engines.pool(endpoint)
-            lines = self._engines.access.forwarded_lines(request)
-            head = request_head("GET", request.target, pool.authority, lines, length=None)
-            try:
-                response = await pool.fetch([head], timeout_s=self._spec.health_timeout_s)
-            except UpstreamError:
-                continue
-            if response.status < 500:
-                content_type = response.header(b"content-type") or JSON
-                responder.send(response.status, [(b"content-type", content_type)], response.body)
-                return
-        raise unavailable("decode")
+        timeout_s = self._spec.health_timeout_s
+        ask = partial(ask_for_models, self._engines, request, timeout_s)
+        # Those that are down come last: they may be back.
+        response = await first_answer(sorted(known, key=_TIER), ask, timeout_s)
+        if response is None:
+            raise unavailable("decode")
+        content_type = response.header(b"content-type") or JSON
+        responder.send(response.status, [(b"content-type", content_type)], response.body)
 
     def metrics(self, responder: Responder, gauges: dict[str, int]) -> None:
         """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
@@ -127,7 +122,8 @@ class Admin:
             for endpoint in self._fleet.all()
         ]
         answer: dict[str, object] = {"engines": engines, "cache_servers": self._reports.status()}
-        _send_json(responder, 200, answer | {"receipts": len(self._receipts), **gauges})
+        answer |= {"receipts": len(self._receipts), "compiled": is_compiled(), **gauges}
+        _send_json(responder, 200, answer)
 
     def check_access(self, request: HttpRequest, responder: Responder) -> None:
         """Refuse who may not see engines.
@@ -148,6 +144,11 @@ class Admin:
         if key is not None and hmac.compare_digest(key, self._key):
             return
         raise RequestRefused("the admin key is missing or wrong", status=401, kind="authentication_error", code="admin")
+
+
+def is_compiled() -> bool:
+    """Whether the hot modules run in their compiled form: all of them do, or none."""
+    return not str(fleet_module.__file__).endswith(".py")
 
 
 def endpoint_row(endpoint: Endpoint) -> dict[str, object]:

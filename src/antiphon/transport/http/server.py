@@ -63,6 +63,8 @@ def _tell(error: BaseException, request: HttpRequest, responder: Responder) -> N
 
 
 _SWEEP_INTERVAL_S = 1.0
+TURNED_AWAY_MAX = 64
+"""Connections past the limit that stay for a few seconds, so that their clients can read why; others are closed."""
 
 
 class HttpServer:
@@ -81,12 +83,14 @@ class HttpServer:
         self.held_bytes = 0
         """Bytes of request bodies that are held now."""
         self.num_refused: dict[int, int] = {}
-        """Requests that never reached the handler, by the status that says why."""
+        """Requests that never reached the handler, and connections past the limit, by the status that says why."""
         self.may_send: Callable[[HttpRequest], bool] | None = None
         """Whether a large body is kept, asked when its head is here. If not, the handler gets the request without one,
         to refuse it: what a client may not send costs no memory."""
         self.handler = handler
         self._connections: set[HttpServerConnection] = set()
+        self.turned_away: set[HttpServerConnection] = set()
+        """Past the limit, told so, and not gone yet."""
         self._jobs: set[Job] = set()
         self._in_strands = in_strands
         self._server: Any = None  # asyncio.Server, as uvloop makes it
@@ -176,6 +180,8 @@ class HttpServer:
             job.cancel()
         for connection in list(self._connections):
             connection.close()
+        for connection in list(self.turned_away):
+            connection.abort()
 
     def statistics(self) -> dict[str, int]:
         """Counts now: open ``connections``, requests in progress (``busy``)."""
@@ -189,9 +195,18 @@ class HttpServer:
         self._unconnected.clear()
         return True
 
+    def turn_away(self, connection: HttpServerConnection) -> bool:
+        """Count a connection that there is no room for; whether it may stay for a few seconds, to be read."""
+        self.num_refused[503] = self.num_refused.get(503, 0) + 1
+        if len(self.turned_away) >= TURNED_AWAY_MAX:
+            return False
+        self.turned_away.add(connection)
+        return True
+
     def forget(self, connection: HttpServerConnection) -> None:
         """A connection has ended."""
         self._connections.discard(connection)
+        self.turned_away.discard(connection)
         if not self._connections:
             self._unconnected.set()
 
@@ -242,6 +257,6 @@ class HttpServer:
 
     def _sweep(self) -> None:
         now = self.loop.time()
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self.turned_away]:
             connection.sweep(now)
         self._sweeper = self.loop.call_later(_SWEEP_INTERVAL_S, self._sweep)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
+import re
 import socket
 import struct
 from collections import deque
@@ -17,7 +19,7 @@ import httptools
 
 from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import JSON, error_body
-from antiphon.transport.http.message import HttpRequest, head_bytes
+from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.responder import Responder
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ _WRITE_HIGH_WATER_BYTES: Final = 262_144
 _CLOSE_FLUSH_TIMEOUT_S: Final = 10.0
 _UNASKED_MAX_BYTES: Final = 65_536
 """Bodies up to this size are read without asking whether the client may send them."""
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SLASH: Final = 47
+_ABSOLUTE: Final = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
+"""A target that names its host, and the rest of it."""
 _FRAMING_SHARE: Final = 8
 """Bytes sent for each byte of a body, at most, beside ``header_max_bytes``: a chunk of one byte takes six. More is
 chunk extensions or trailer fields, which nobody asked for."""
@@ -57,6 +63,8 @@ class HttpServerConnection:
         self._held_bytes = 0
         self._active_bytes = 0
         self._refused: tuple[int, str] | None = None
+        self._owed: HttpRequest | None = None
+        """Asked whether to send its body while another request was served: it is told when its turn comes."""
         self._responder: Responder | None = None
         self._deadline = self._loop.time() + self._limits.head_timeout_s
         self._reading = "idle"
@@ -81,10 +89,17 @@ class HttpServerConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
         if not self._server.admit(self):
-            body = error_body("too many open connections", status=503)
-            fields = [(b"content-type", JSON), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-            self._transport.write(head_bytes(503, fields) + body)
-            self._transport.close()
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        """Say that there is no room for it. What it has sent is not read as a request."""
+        self._is_broken = True
+        self.keeps_alive = False
+        message = f"too many open connections: the limit is {self._limits.connections_max}"
+        body = error_body(message, status=503, code="too_many_connections")
+        Responder(self).send(503, [(b"content-type", JSON), (b"retry-after", b"1")], body)
+        if not self._server.turn_away(self):
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
@@ -194,7 +209,10 @@ class HttpServerConnection:
         method, version = parser.get_method().decode("latin-1"), parser.get_http_version()
         if version not in ("1.1", "1.0"):
             self._give_up(400, "HTTP/1.1 and HTTP/1.0 are served here")
-        request = HttpRequest(method, self._target, version, self._fields)
+        target = self._target
+        if target[0] != _SLASH:
+            target = self._origin_form(target)
+        request = HttpRequest(method, target, version, self._fields)
         request.keep_alive = parser.should_keep_alive()
         self._request = request
         self._reading = "body"
@@ -215,8 +233,28 @@ class HttpServerConnection:
                 self._give_up(413, f"the request body is larger than {self._limits.body_max_bytes} bytes")
             self._check_sender(request)
         expect = first.get(b"expect")
-        if expect is not None and expect.lower() == b"100-continue" and version == "1.1" and not self.is_busy:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if expect is not None and expect.lower() == b"100-continue" and version == "1.1":
+            if self.is_busy or self._pending:
+                self._owed = request
+                self._deadline = math.inf  # until then it is not late
+            elif not parser.should_upgrade():  # else its head is parsed once more
+                self.write(_CONTINUE)
+
+    def _origin_form(self, target: bytes) -> bytes:
+        """A target that names its host, as its path; that host counts, whatever the field says (RFC 9112, 3.2.2)."""
+        if b"://" not in target:
+            return target  # of CONNECT or OPTIONS
+        found = _ABSOLUTE.fullmatch(target)
+        if found is None:
+            self._give_up(400, "the request target is no path and no http URL")
+            return target
+        host, rest = found.group(1), found.group(2) or b"/"
+        names = [name for name, _ in self._fields]
+        if b"host" in names:
+            self._fields[names.index(b"host")] = (b"host", host)
+        else:
+            self._fields.append((b"host", host))
+        return rest if rest[0] == _SLASH else b"/" + rest
 
     def _check_sender(self, request: HttpRequest) -> None:
         may_send = self._server.may_send
@@ -288,8 +326,17 @@ class HttpServerConnection:
             self._linger()
         elif not self.keeps_alive or self._server.is_draining:
             self.close()
-        else:
+        elif self._reading == "idle":
             self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
+        elif self._owed is not None:
+            self._continue()
+
+    def _continue(self) -> None:
+        """Whoever asked whether to send its body may: no other request is before it."""
+        owed, self._owed = self._owed, None
+        if owed is self._request:
+            self._deadline = self._loop.time() + self._limits.body_read_timeout_s
+            self.write(_CONTINUE)
 
     def _next(self) -> None:
         if self._pending and not self.is_busy and not self.is_closed:
