@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from antiphon.config.facts import gather_facts
 from antiphon.config.knobs import knobs
 from antiphon.config.live import LiveRow, check_live
 from antiphon.config.load import Sets, load_spec
-from antiphon.config.masking import masked
+from antiphon.config.masking import masked as masked_plan
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.render import render_json, render_shell
 from antiphon.config.spec import Spec
 from antiphon.core.ids import new_incarnation
+from antiphon.ray.mapping import mapped
+from antiphon.ray.render import serve_file
+from antiphon.ray.render import spec_file as spec_as_file
+from antiphon.ray.serve_file import read_serve_file
 from antiphon.supervisor.report import running_ports
 
 DEFAULT_FILE = "antiphon.yaml"
@@ -106,30 +110,84 @@ def config() -> None:
 )
 @click.option("--format", "form", type=click.Choice(["shell", "json"]), default="shell", show_default=True)
 @click.option("--show-secrets", is_flag=True, help="Print the values of keys, tokens and passwords instead of ***.")
-def render(
-    config_file: Path | None, sets: tuple[str, ...], host: str | None, only: str | None, form: str, show_secrets: bool
-) -> None:
+@click.option("--ray", is_flag=True, help="Print the Serve config file that the spec means instead (docs/ray.md).")
+@click.option(
+    "--from-ray",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Print the spec that the Serve config file FILE means instead; nothing else is read.",
+)
+def render(config_file: Path | None, sets: tuple[str, ...], **options: Any) -> None:
     """Print the exact command line and environment of each process, to start it by hand on its host.
 
     Each engine's id carries a fresh incarnation: render again before a restart. Values whose names look like secrets
     (api-key, HF_TOKEN) are masked unless --show-secrets is given.
     """
+    wanted = _Wanted(**options)
     try:
-        compiled = compile_all(spec_from(spec_file(config_file), sets))
+        if wanted.from_ray is not None:
+            wanted.refuse_others(config_file, sets)
+            text, notices = _spec_of_serve_file(wanted.from_ray, wanted.show_secrets)
+        else:
+            compiled = compile_all(spec_from(spec_file(config_file), sets))
+            if compiled.problems:
+                raise SpecError(compiled.problems)
+            text, notices = _rendered(compiled, wanted)
     except SpecError as error:
         _print_problems(error.problems, err=True)
         sys.exit(2)
-    if compiled.problems:
-        _print_problems(compiled.problems, err=True)
-        sys.exit(2)
-    for notice in compiled.notices:
+    for notice in notices:
         click.echo(f"notice: {notice}", err=True)
-    plans = [plan.born(new_incarnation()) for plan in _selected(compiled.plans, host, only)]
-    shown = plans if show_secrets else [masked(plan) for plan in plans]
+    click.echo(text, nl=False)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What ``render`` shall print."""
+
+    host: str | None
+    only: str | None
+    form: str
+    show_secrets: bool
+    ray: bool
+    from_ray: Path | None
+
+    def refuse_others(self, config_file: Path | None, sets: tuple[str, ...]) -> None:
+        """click.UsageError for an option that ``--from-ray`` would ignore."""
+        given = {
+            "--config": config_file,
+            "--set": sets,
+            "--host": self.host,
+            "--only": self.only,
+            "--format json": self.form == "json",
+            "--ray": self.ray,
+        }
+        others = [name for name, value in given.items() if value]
+        if others:
+            raise click.UsageError(f"--from-ray prints a spec from FILE alone: leave out {', '.join(others)}")
+
+
+def _rendered(compiled: Compiled, wanted: _Wanted) -> tuple[str, list[object]]:
+    """The text to print, and what to say beside it."""
+    if wanted.ray:
+        if wanted.host is not None or wanted.only is not None or wanted.form == "json":
+            raise click.UsageError("--ray prints the whole deployment as YAML: leave out --host, --only and --format")
+        file = serve_file(compiled.spec, show_secrets=wanted.show_secrets)
+        return file.text, list(file.notices)
+    plans = [plan.born(new_incarnation()) for plan in _selected(compiled.plans, wanted.host, wanted.only)]
+    shown = plans if wanted.show_secrets else [masked_plan(plan) for plan in plans]
+    notices: list[object] = list(compiled.notices)
     if shown != plans:
-        click.echo("notice: values that look like secrets are masked with ***; --show-secrets prints them", err=True)
-    plans = shown
-    click.echo(render_shell(plans) if form == "shell" else render_json(plans), nl=False)
+        notices.append("values that look like secrets are masked with ***; --show-secrets prints them")
+    return (render_shell(shown) if wanted.form == "shell" else render_json(shown)), notices
+
+
+def _spec_of_serve_file(path: Path, show_secrets: bool) -> tuple[str, list[object]]:
+    """The spec that the Serve config file at ``path`` means, as YAML, and what to say beside it; raises SpecError."""
+    application = read_serve_file(path)
+    found = mapped(application.args, name=application.name, folder=application.folder)
+    file = spec_as_file(found.spec, show_secrets=show_secrets)
+    return file.text, [*application.notices, *found.notices, *file.notices]
 
 
 @config.command(cls=SetCommand)

@@ -1,0 +1,180 @@
+"""LMCache's files, each key: mapped, ignored with a notice, or refused with the name of the part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.config.load import load_spec, read_mapping
+from antiphon.config.problems import SpecError
+from antiphon.ray.lmcache_files import KEYS, interpret, not_built, read_lmcache_file, unreadable
+from antiphon.ray.mapping import mapped
+from antiphon.ray.serve_file import read_serve_file
+from tests.ray.configs import DATA, LAPTOP, refused
+
+CONNECTOR = "engine_kwargs.kv_transfer_config.kv_connector"
+FILE = "runtime_env.env_vars.LMCACHE_CONFIG_FILE"
+SAMPLES: dict[str, Any] = {"bool": True, "int": 4096, "GiB": 2, "text": "x", "list": ["UCX"], "any": "x"}
+
+
+def problems_of(name: str) -> dict[str, str]:
+    application = read_serve_file(DATA / name)
+    with pytest.raises(SpecError) as caught:
+        mapped(application.args, folder=application.folder, machine=LAPTOP)
+    return {problem.field: problem.message for problem in caught.value.problems}
+
+
+def test_the_second_file_is_refused_for_the_hand_over_through_the_cache_alone() -> None:
+    found = problems_of("lmcache_nixl.yaml")
+    assert set(found) == {f"prefill_config.{CONNECTOR}", f"decode_config.{CONNECTOR}"}
+    assert all("hand-over through the cache (handoff.kind: cache), not built yet" in text for text in found.values())
+
+
+def test_the_third_file_is_refused_for_the_store_too() -> None:
+    found = problems_of("lmcache_mooncake.yaml")
+    assert f"prefill_config.{CONNECTOR}" in found
+    (text,) = {text for field, text in found.items() if FILE in field}
+    assert text.startswith("remote_url, extra_config.local_hostname")
+    assert text.endswith("a Mooncake store behind the cache servers, not built yet")
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "values"),
+    [
+        (
+            "lmcache_prefiller.yaml",
+            "prefill",
+            {
+                "cache.enabled": True,
+                "cache.l1_size_bytes": 1 << 30,
+                "decode.side_channel_port": 55555,
+                "handoff.kind": "cache",
+                "handoff.kv_buffer_device": "auto",
+            },
+        ),
+        (
+            "lmcache_mooncake_store.yaml",
+            "decode",
+            {"cache.chunk_size_tokens": 256, "cache.enabled": True, "cache.l1_size_bytes": 5 << 30},
+        ),
+    ],
+)
+def test_what_a_file_is_mapped_to(name: str, pool: Any, values: dict[str, Any]) -> None:
+    found = read_lmcache_file(DATA / name, pool, "here")
+    assert (found.problems, found.values) == ([], values)
+    spec = load_spec(None, {"model.path": "m", **values})
+    assert spec.cache.enabled, "the values are those of the spec"
+
+
+def test_both_roles_of_the_second_file_agree() -> None:
+    files = [("lmcache_prefiller.yaml", "prefill"), ("lmcache_decoder.yaml", "decode")]
+    prefill, decode = (read_lmcache_file(DATA / name, pool, "here") for name, pool in files)  # type: ignore[arg-type]
+    assert prefill.values == decode.values
+    assert "nixl_role" in read_lmcache_file(DATA / files[0][0], "decode", "here").problems[0].field
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_meets_its_fate(name: str) -> None:
+    key = KEYS[name]
+    special = {"nixl_role": "sender", "nixl_buffer_device": "cpu", "nixl_buffer_size": 1 << 30}
+    value = special.get(name, SAMPLES[key.kind])
+    outer, _, inner = name.partition(".")
+    found = interpret({outer: {inner: value} if inner else value}, "prefill", "f")
+    fields = [notice.field for notice in found.notices]
+    if key.fate == "ignored":
+        assert (fields, found.values, found.missing) == ([f"f: {name}"], {}, {})
+    elif key.fate == "refused":
+        assert list(found.missing.values()) == [[name]]
+        assert name in not_built(found, "f")[0].message
+    elif name != "nixl_role":
+        assert list(found.values) == [key.to]
+        load_spec(None, {"model.path": "m", **found.values})
+    assert found.problems == []
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_value_that_asks_for_nothing_is_passed_over(name: str) -> None:
+    outer, _, inner = name.partition(".")
+    for value in KEYS[name].harmless:
+        found = interpret({outer: {inner: value} if inner else value}, "prefill", "f")
+        assert (found.missing, found.problems, found.notices, found.values) == ({}, [], [], {})
+
+
+@pytest.mark.parametrize(
+    ("raw", "field", "words"),
+    [
+        ({"nixl_bufer_size": 1}, "f: nixl_bufer_size", "did you mean nixl_buffer_size?"),
+        ({"extra_config": {"protocl": "tcp"}}, "f: extra_config.protocl", "did you mean extra_config.protocol?"),
+        ({"zzz": 1}, "f: zzz", "docs/ray.md"),
+        ({"chunk_size": "256"}, "f: chunk_size", "must be a whole number"),
+        ({"chunk_size": False}, "f: chunk_size", "must be a whole number"),
+        ({"max_local_disk_size": False}, "f: max_local_disk_size", "must be a number"),
+        ({"enable_nixl": "yes"}, "f: enable_nixl", "must be true or false"),
+        ({"remote_url": 5}, "f: remote_url", "must be text"),
+        ({"extra_config": 5}, "f: extra_config", "not a known key"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(raw: dict[str, Any], field: str, words: str) -> None:
+    (problem,) = interpret(raw, "prefill", "f").problems
+    assert problem.field == field
+    assert words in f"{problem.message} {problem.fix}"
+
+
+def test_the_larger_size_is_kept() -> None:
+    sizes = {"max_local_cpu_size": 3, "nixl_buffer_size": 1 << 30}
+    assert interpret(sizes, "prefill", "f").values == {"cache.l1_size_bytes": 3 << 30}
+    reversed_sizes = dict(reversed(sizes.items()))
+    assert interpret(reversed_sizes, "prefill", "f").values == {"cache.l1_size_bytes": 3 << 30}
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    env = {"LMCACHE_CONFIG_FILE": "absent.yaml", "LMCACHE_USE_EXPERIMENTAL": "True"}
+    found = refused(("prefill_config.runtime_env.env_vars", env), folder=tmp_path)
+    assert f"{tmp_path / 'absent.yaml'} cannot be read: No such file" in found[f"prefill_config.{FILE}"]
+    assert "on every node" in found[f"prefill_config.{FILE}"]
+    (tmp_path / "absent.yaml").write_text("- a list\n")
+    found = refused(("prefill_config.runtime_env.env_vars", env), folder=tmp_path)
+    assert any("not a mapping" in text for text in found.values())
+    assert unreadable(tmp_path / "absent.yaml", "here") is None
+    assert unreadable(tmp_path, "here") is not None, "a folder is no file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom file permissions bind")
+def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("{}")
+    path.chmod(0)
+    problem = unreadable(path, "here")
+    assert problem is not None
+    assert "Permission denied" in problem.message
+
+
+def test_two_files_that_disagree(tmp_path: Path) -> None:
+    for pool, size in (("prefill", 128), ("decode", 256)):
+        (tmp_path / f"{pool}.yaml").write_text(f"chunk_size: {size}\n")
+    changes = [
+        (f"{pool}_config.runtime_env.env_vars", {"LMCACHE_CONFIG_FILE": f"{pool}.yaml"})
+        for pool in ("prefill", "decode")
+    ]
+    (text,) = refused(*changes, folder=tmp_path).values()
+    assert "256, but prefill_config" in text
+
+
+def test_keys_of_the_connector(tmp_path: Path) -> None:
+    extra = {"lmcache_rpc_prt": "a", "discard_partial_chunks": False}
+    transfer = {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}
+    found = refused(("decode_config.engine_kwargs.kv_transfer_config", transfer))
+    assert (
+        "did you mean lmcache_rpc_port?"
+        in found["decode_config.engine_kwargs.kv_transfer_config.kv_connector_extra_config.lmcache_rpc_prt"]
+    )
+
+
+def test_the_data_have_the_keys_of_the_table() -> None:
+    for path in DATA.glob("lmcache_*.yaml"):
+        raw = read_mapping(path)
+        if "applications" not in raw:
+            assert interpret(raw, "decode" if "decoder" in path.name else "prefill", "f").problems == []
