@@ -20,6 +20,7 @@ from typing import Any
 from antiphon.cache import events
 from antiphon.cache.effects import Cleared, Effect, Reserved
 from antiphon.cache.events import ConnectionId, EngineId
+from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
@@ -125,6 +126,9 @@ class StandIn:
 
     def events_since(self, sequence: int, num_events_max: int) -> LogPage:
         return self.cache.events_since(sequence, num_events_max)
+
+    def chunks_after(self, generation: int, num_chunks_max: int) -> ChunkPage:
+        return self.cache.chunks_after(generation, num_chunks_max)
 
     def reports_since(self, sequence: int, num_reports_max: int) -> ReportPage:
         return self.reports.since(sequence, num_reports_max)

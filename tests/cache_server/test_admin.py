@@ -21,7 +21,7 @@ from antiphon.core.tenants import tenant_of
 from antiphon.protocol import cache as wire
 from tests.cache_server.admin_standin import PAGE, Hang, StandIn, ask, get, post, standing_in
 
-GETS = ("/healthz", "/readiness", "/status", "/metrics", "/events", "/reports", "/leases")
+GETS = ("/healthz", "/readiness", "/status", "/metrics", "/events", "/chunks", "/reports", "/leases")
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ async def test_reports_are_what_engines_said(server: StandIn, admin: AdminServer
                 "computed": 4,
                 "num_preemptions": 0,
                 "finish": "finished",
+                "namespace": "",
             }
         ],
     }

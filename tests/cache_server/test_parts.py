@@ -208,7 +208,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def report(number: int, **changes: object) -> wire.Report:
-    values = (f"r{number}", "e", "i", 10, 1, 2, 3, 4, 0, "finished")
+    values = (f"r{number}", "e", "i", 10, 1, 2, 3, 4, 0, "finished", bytes(32))
     names = wire.Report.__struct_fields__
     return wire.Report(**(dict(zip(names, values, strict=True)) | changes))  # type: ignore[arg-type]
 
@@ -238,6 +238,16 @@ async def test_totals_are_sums_and_mismatches_are_counted() -> None:
     with pytest.raises(ProtocolError):
         reports.add(report(4, l1=1 << 41))
     assert totals.num_reports == 3
+
+
+async def test_a_report_names_a_namespace_or_none() -> None:
+    reports = Reports()
+    assert reports.add(report(1, namespace=b"\xab" * 32)).namespace == "ab" * 32
+    assert reports.add(report(2, namespace=b"")).namespace == ""
+    for wrong in (b"x", b"x" * 31, b"x" * 33):
+        with pytest.raises(ProtocolError, match="32 bytes"):
+            reports.add(report(3, namespace=wrong))
+    assert reports.next_sequence == 3
 
 
 async def test_a_wait_ends_with_its_entry_or_its_time() -> None:

@@ -333,6 +333,8 @@ class Harness:
             request = requests[report.request]
             found = {name: getattr(report, name) for name in ("device", "l1", "remote_prefill", "computed")}
             assert found == {name: request.sources.count(name) for name in found}, report
+            identity = identify(request)
+            assert report.namespace == (b"" if isinstance(identity, str) else identity.namespace), report
             if request.status is Status.FINISHED_STOPPED:
                 assert report.num_preemptions == request.num_preemptions
             if report.finish == "finished":

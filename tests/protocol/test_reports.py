@@ -29,6 +29,7 @@ REPORT: dict[str, Any] = {
     "num_preemptions": 0,
     "finish": "finished",
     "at": 1.5,
+    "namespace": "",
 }
 
 
@@ -68,6 +69,10 @@ def test_a_page() -> None:
         REPORT | {"request": "x" * 1001},
         REPORT | {"engine": 1},
         REPORT | {"sequence": -1},
+        REPORT | {"namespace": "0" * 63},
+        REPORT | {"namespace": "G" * 64},
+        REPORT | {"namespace": "0" * 64 + "\n"},
+        REPORT | {"namespace": None},
         {name: value for name, value in REPORT.items() if name != "l1"},
         {},
         [],

@@ -17,7 +17,7 @@ from antiphon.cache_server.admin import start_admin
 from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol import cache as wire
-from antiphon.router import report_follower, token_reports
+from antiphon.router import log_follower, token_reports
 from antiphon.router.app import Router
 from antiphon.router.headers import engine_request_id, leg_of
 from tests.cache_server.admin_standin import standing_in
@@ -477,7 +477,7 @@ def garbage_page(**fields: object) -> bytes:
 async def test_garbage_is_said_and_gone_past(answer: tuple[int, bytes], said: str) -> None:
     async with world() as made:
         server = made.servers[0]
-        await until(lambda: server.num_waiting == 1, "it waits")
+        await until(lambda: made.status()["is_up"] and server.num_waiting == 1, "it is up, and waits")
         server.answers = [answer] * 2
         server.report("x", 1)
         await until(lambda: not made.status()["is_up"], "it is not taken to be up")
@@ -528,13 +528,13 @@ async def test_many_reports_are_read_in_few_polls() -> None:
 
 
 async def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_follower, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(log_follower, "ANSWER_TIMEOUT_S", 0.1)
     async with world() as made:
         server = made.servers[0]
         await until(lambda: server.num_waiting == 1, "it waits")
         server.is_hanging = True
         server.wake()
-        monkeypatch.setattr(report_follower, "WAIT_S", 0.1)
+        monkeypatch.setattr(log_follower, "WAIT_S", 0.1)
         await until(lambda: not made.status()["is_up"], "it is found out")
         assert "no answer within" in made.status()["detail"]
         server.is_hanging = False
@@ -567,6 +567,20 @@ async def test_a_server_that_is_away_and_comes() -> None:
             assert (await made.read())["state"] == "complete"
         finally:
             await server.close()
+
+
+async def test_namespaces_are_handed_on_with_the_receipt_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    async with world() as made:
+        monkeypatch.setattr(made.router.reports, "_on_namespace", lambda *seen: found.append(seen))
+        await ask(made.router)
+        made.report("prefill", computed=3, namespace="ab" * 32)
+        made.report("decode", computed=3, namespace="")
+        made.servers[0].report("cmpl-of-another-router", 3, computed=3, namespace="cd" * 32)
+        made.report("decode", computed=3, namespace="ef" * 32)
+        await until(lambda: len(found) == 2, "two of the four are ours and name one")
+        url = made.servers[0].url
+        assert found == [(made.latest, "prefill", url, b"\xab" * 32), (made.latest, "decode", url, b"\xef" * 32)]
 
 
 async def test_the_real_admin_side_of_a_cache_server(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from antiphon.cache.events import (
     Reserve,
     Tick,
 )
+from antiphon.cache.listing import ChunkPage, page_of
 from antiphon.cache.log import LogPage
 from antiphon.cache.options import CacheOptions
 from antiphon.cache.policy.choose import MakePolicy, choose_policy
@@ -162,6 +163,11 @@ class Cache:
             ValueError: ``sequence`` lies beyond the log, so that the asker means another life of this server.
         """
         return self._books.log.since(sequence, num_events_max)
+
+    def chunks_after(self, generation: int, num_chunks_max: int) -> ChunkPage:
+        """The readable chunks of later generations than this one, a page of them; 0 begins."""
+        books = self._books
+        return page_of(books.index, generation, num_chunks_max, books.log.next_sequence)
 
     def regions(self) -> list[RegionHandle]:
         """Every region that a chunk holds, whatever its state; all other bytes may be given away."""

@@ -20,7 +20,7 @@ from typing import Final
 from antiphon.cache.effects import ChunkRemoved, ChunkStored
 from antiphon.cache_server import status
 from antiphon.cache_server.admin_poll import LongPolls, NumberedLog, Page
-from antiphon.cache_server.admin_request import check_access, clear_query, no_query, poll_query
+from antiphon.cache_server.admin_request import check_access, clear_query, listing_query, no_query, poll_query
 from antiphon.cache_server.admin_view import ServerView
 from antiphon.cache_server.metrics import metrics_text
 from antiphon.cache_server.probe import Probe
@@ -73,6 +73,7 @@ class AdminServer:
             "/status": ("GET", self._status),
             "/metrics": ("GET", self._metrics),
             "/events": ("GET", self._events),
+            "/chunks": ("GET", self._chunks),
             "/reports": ("GET", self._reports),
             "/leases": ("GET", self._leases),
             "/clear": ("POST", self._clear),
@@ -141,6 +142,9 @@ class AdminServer:
 
     async def _events(self, request: HttpRequest, responder: Responder) -> None:
         _send_json(responder, 200, await self._polls.answer(self._event_log, poll_query(request), responder))
+
+    async def _chunks(self, request: HttpRequest, responder: Responder) -> None:
+        _send_json(responder, 200, status.chunks_of(self._server, listing_query(request)))
 
     async def _reports(self, request: HttpRequest, responder: Responder) -> None:
         _send_json(responder, 200, await self._polls.answer(self._report_log, poll_query(request), responder))

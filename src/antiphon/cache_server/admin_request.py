@@ -64,12 +64,7 @@ def poll_query(request: HttpRequest) -> PollQuery:
         RequestRefused: 400, with the parameter that is wrong.
     """
     values = _query(request, ("since", "wait_s", "incarnation"))
-    since, wait_s = 1, 0.0
-    if "since" in values:
-        text = values["since"]
-        if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _SEQUENCE_MAX):
-            raise _wrong("since", f"since must be a whole number from 0 to {_SEQUENCE_MAX}")
-        since = max(1, int(text))
+    since, wait_s = max(1, _whole(values, "since")), 0.0
     if "wait_s" in values:
         try:
             wait_s = float(values["wait_s"])
@@ -78,6 +73,22 @@ def poll_query(request: HttpRequest) -> PollQuery:
         if not 0 <= wait_s <= WAIT_MAX_S:  # false for what is not a number, too
             raise _wrong("wait_s", f"wait_s must be a number of seconds from 0 to {WAIT_MAX_S:g}")
     return PollQuery(since, wait_s, values.get("incarnation"))
+
+
+def listing_query(request: HttpRequest) -> int:
+    """The query ``after=N``, 0 where it is not given.
+
+    Raises:
+        RequestRefused: 400, with the parameter that is wrong.
+    """
+    return _whole(_query(request, ("after",)), "after")
+
+
+def _whole(values: dict[str, str], name: str) -> int:
+    text = values.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _SEQUENCE_MAX):
+        raise _wrong(name, f"{name} must be a whole number from 0 to {_SEQUENCE_MAX}")
+    return int(text)
 
 
 def no_query(request: HttpRequest) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from antiphon.cache.effects import Cleared
+from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.statistics import Statistics
 from antiphon.cache_server.metrics import CallTallies
@@ -47,6 +48,9 @@ class ServerView(Protocol):
     def leases(self) -> list[LeaseView]: ...
     def events_since(self, sequence: int, num_events_max: int) -> LogPage:
         """Raises ValueError beyond the log."""
+
+    def chunks_after(self, generation: int, num_chunks_max: int) -> ChunkPage:
+        """Readable chunks of later generations; 0 begins."""
 
     def reports_since(self, sequence: int, num_reports_max: int) -> ReportPage:
         """Raises ValueError beyond the log."""

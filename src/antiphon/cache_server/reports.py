@@ -14,10 +14,11 @@ from antiphon.cache_server.translate import check_name
 from antiphon.cache_server.views import ReportPage, TokenReport, TokenTotals
 from antiphon.cache_server.waiting import Waiters
 from antiphon.core.errors import ProtocolError
+from antiphon.core.namespace import DIGEST_BYTES
 from antiphon.protocol import cache as wire
 
 REPORTS_MAX: Final = 16_384
-"""Reports kept, about 400 bytes each: at 1000 requests a second a reader may be away for 16 s."""
+"""Reports kept, about 500 bytes each: at 1000 requests a second a reader may be away for 16 s."""
 
 _COUNT_MAX = 1 << 40
 _FINISHES = frozenset(("finished", "aborted"))
@@ -36,7 +37,7 @@ class Reports:
         """Takes a report.
 
         Raises:
-            ProtocolError: a count is negative or absurd, or ``finish`` is unknown.
+            ProtocolError: a count is negative or absurd, ``finish`` is unknown, or the namespace is none.
         """
         for name in ("request", "engine", "incarnation"):
             check_name(getattr(body, name), f"the report's {name}")
@@ -52,8 +53,11 @@ class Reports:
             raise ProtocolError(f"a report has counts from 0 to {_COUNT_MAX}: {body}")
         if body.finish not in _FINISHES:
             raise ProtocolError(f"a request is finished or aborted, not {body.finish[:50]!r}")
+        if len(body.namespace) not in (0, DIGEST_BYTES):
+            raise ProtocolError(f"a namespace has {DIGEST_BYTES} bytes, {len(body.namespace)} were sent")
         names = (body.request, body.engine, body.incarnation)
-        report = TokenReport(self.next_sequence, *names, *counts, body.finish, time.time())
+        more = (body.finish, time.time(), body.namespace.hex())
+        report = TokenReport(self.next_sequence, *names, *counts, *more)
         self._ring.append(report)
         self.next_sequence += 1
         self._add_up(report)

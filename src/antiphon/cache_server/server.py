@@ -16,6 +16,7 @@ from pathlib import Path
 from antiphon import __version__
 from antiphon.cache.effects import ArenaResized, Cleared
 from antiphon.cache.events import ArenaGrew, Clear
+from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
@@ -203,6 +204,10 @@ class CacheServer:
             ValueError: ``sequence`` is beyond the log.
         """
         return self._driver.cache.events_since(sequence, num_events_max)
+
+    def chunks_after(self, generation: int, num_chunks_max: int) -> ChunkPage:
+        """The readable chunks of later generations than this one, a page of them; 0 begins."""
+        return self._driver.cache.chunks_after(generation, num_chunks_max)
 
     def reports_since(self, sequence: int, num_reports_max: int) -> ReportPage:
         """Token reports from number ``sequence`` on (the first is 1).

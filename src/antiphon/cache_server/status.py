@@ -1,4 +1,4 @@
-"""What the server shows of itself as JSON: ``/status``, ``/leases``, and entries of ``/events`` and ``/reports``.
+"""What the server shows of itself as JSON: ``/status``, ``/leases``, ``/chunks``, entries of ``/events``, ``/reports``.
 
 The self-probe is left out everywhere: its chunk, lookups, engine, tenant and events; so are the lookups and the tenant
 of the engines' gates. Nothing here waits or changes
@@ -24,6 +24,9 @@ from antiphon.protocol.cache import GATE_TENANT
 
 LEASES_MAX: Final = 1_000
 """Leases of one answer, oldest first; how many more there are is said."""
+
+CHUNKS_MAX: Final = 4_096
+"""Chunks of one page of ``/chunks``: 270 KB, made in some milliseconds in which no call is answered."""
 
 Json = dict[str, object]
 
@@ -175,6 +178,27 @@ def event_of(event: ChunkStored | ChunkRemoved) -> Json | None:
     if isinstance(event, ChunkStored):
         return common | {"parent": event.parent.hex() if event.parent is not None else None}
     return common | {"reason": event.removal.value}
+
+
+def chunks_of(server: ServerView, after: int) -> Json:
+    """The body of ``/chunks``: at most ``CHUNKS_MAX`` readable chunks; without the probe's."""
+    page = server.chunks_after(after, CHUNKS_MAX)
+    return {
+        "incarnation": server.incarnation,
+        "next": page.next_sequence,
+        "after": page.after,
+        "chunk_size_tokens": server.spec.chunk_size,
+        "chunks": [
+            {
+                "namespace": group.namespace.hex(),
+                "model": group.model,
+                "tenant": group.tenant,
+                "keys": b"".join(group.keys).hex(),
+            }
+            for group in page.groups
+            if group.tenant != PROBE_NAME
+        ],
+    }
 
 
 def report_of(report: TokenReport) -> Json:

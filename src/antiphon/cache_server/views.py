@@ -78,6 +78,7 @@ class TokenReport:
     Args:
         sequence: number of the report in this life of the server, from 1.
         at: seconds since 1970 when it came.
+        namespace: digest of the request's namespace in hex; empty where the engine does not say.
     """
 
     sequence: int
@@ -92,6 +93,7 @@ class TokenReport:
     num_preemptions: int
     finish: str
     at: float
+    namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

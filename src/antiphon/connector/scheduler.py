@@ -468,5 +468,6 @@ class SchedulerSide:
                 computed=sources.computed,
                 num_preemptions=sources.num_preemptions,
                 finish="aborted" if has_ended_early else "finished",
+                namespace=b"" if tracked.identity is None else tracked.identity.namespace,
             )
         )

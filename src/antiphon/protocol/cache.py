@@ -159,6 +159,7 @@ class Report(CallBody, frozen=True):
         computed: tokens computed, the last prompt token always among them.
         num_preemptions: times that the request was preempted; what is done again then is not counted.
         finish: ``finished``, or ``aborted`` before the prompt was complete (the counts then do not add up).
+        namespace: digest of the request's namespace; empty where it goes without reuse.
     """
 
     request: str
@@ -171,6 +172,7 @@ class Report(CallBody, frozen=True):
     computed: int
     num_preemptions: int
     finish: str
+    namespace: bytes = b""
 
 
 class EngineNote(CallBody, frozen=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from antiphon.core.errors import RequestRefused
@@ -54,13 +54,21 @@ class TokenReports:
         connect_timeout_s: how long a connection attempt to one may take.
         receipts: the router's.
         metrics: the router's, with which those of the reports are read.
+        on_namespace: called for each report of a request of ours that names its namespace: with the receipt, the leg,
+            the admin address of the cache server, and the digest.
     """
 
     def __init__(
-        self, urls: Sequence[str], connect_timeout_s: float, receipts: ReceiptRing, metrics: RouterMetrics
+        self,
+        urls: Sequence[str],
+        connect_timeout_s: float,
+        receipts: ReceiptRing,
+        metrics: RouterMetrics,
+        on_namespace: Callable[[Receipt, Leg, str, bytes], None] | None = None,
     ) -> None:
         self._followers = [ReportFollower(url, connect_timeout_s, self._on_reports) for url in dict.fromkeys(urls)]
         self._receipts = receipts
+        self._on_namespace = on_namespace
         self._metrics = TokenMetrics(metrics.registry, self._servers_up)
         self._owners: dict[str, ReportFollower] = {}
         self._running: dict[str, Receipt] = {}
@@ -169,10 +177,10 @@ class TokenReports:
         if num_invalid:
             self._metrics.reports["invalid"] += num_invalid
         for report in reports:
-            self._metrics.reports[self._take(report)] += 1
+            self._metrics.reports[self._take(follower.url, report)] += 1
 
-    def _take(self, report: TokenReport) -> str:
-        """Take one report; returns what became of it."""
+    def _take(self, server: str, report: TokenReport) -> str:
+        """Take one report of a server; returns what became of it."""
         found = leg_of(report.request)
         if found is None:
             return "not_ours"
@@ -180,6 +188,8 @@ class TokenReports:
         receipt = self._find(receipt_id)
         if receipt is None:
             return "not_ours"
+        if report.namespace and self._on_namespace is not None:
+            self._on_namespace(receipt, leg, server, bytes.fromhex(report.namespace))
         reported = receipt.reported
         if reported is None:
             reported = receipt.reported = ReportedTokens()
