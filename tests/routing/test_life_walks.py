@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from antiphon.routing.ask import Ask, Prompt
 from antiphon.routing.commands import CancelUpstream, ConnectDecode, ConnectPrefill, Finish, ProbeDecode, SendDecode
 from antiphon.routing.events import (
     BytesWritten,
@@ -26,7 +27,7 @@ from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
 from antiphon.routing.machine import step
 from antiphon.routing.options import FleetOptions, LifeOptions
-from antiphon.routing.pickers import POLICIES
+from antiphon.routing.policies import POLICIES
 
 STEPS_MAX = 400
 
@@ -54,6 +55,11 @@ def an_event(chance: Random, attempt: int) -> Event:
     if kind == 11 and chance.random() < 0.3:
         return ClientLeft()
     return chance.choice((BytesWritten(number), Deadline()))
+
+
+def an_ask(chance: Random, index: int) -> Ask | None:
+    prompt = Prompt(b"", b"x" * chance.choice((10, 1000)), chance.randint(0, 300))
+    return chance.choice((None, Ask(index), Ask(index, prompt)))
 
 
 def disturb(fleet: Fleet, chance: Random, now_s: float) -> None:
@@ -85,7 +91,7 @@ def test_every_walk_ends_once_and_leaves_nothing(policy: str) -> None:
         fleet = Fleet(urls[: chance.randint(1, 3)], urls[: chance.randint(1, 3)], options)
         life_options = LifeOptions(prefill_fallback=chance.choice(("fail", "local")))
         lives = [
-            Life(f"r{index}", fleet, life_options, path=chance.choice(("pd", "pd", "local")), key=index)
+            Life(f"r{index}", fleet, life_options, path=chance.choice(("pd", "pd", "local")), ask=an_ask(chance, index))
             for index in range(3)
         ]
         now_s, finishes, open_attempts = 0.0, dict.fromkeys(lives, 0), dict.fromkeys(lives, 0)
@@ -115,5 +121,6 @@ def test_every_walk_ends_once_and_leaves_nothing(policy: str) -> None:
             fleet.validate()
         assert set(finishes.values()) == {1}
         assert all(not endpoint.num_active and not endpoint.trial for endpoint in fleet.all())
+        assert all(not endpoint.num_uncached_tokens for endpoint in fleet.all())
         ends += len(lives)
     assert ends == 360

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.routing.ask import Ask
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.options import FleetOptions
-from antiphon.routing.pickers import POLICIES, affinity_key, load_bound
+from antiphon.routing.pickers import affinity_key, load_bound
+from antiphon.routing.policies import POLICIES
 from antiphon.routing.pool import Pool
 
 
@@ -25,7 +27,7 @@ def pool_of(num: int, policy: str, *, ready: bool = True) -> Pool:
 
 
 def pick(pool: Pool, chance: float = 0.0, key: int | None = None) -> Endpoint:
-    endpoint = pool.pick(0.0, chance, key)
+    endpoint = pool.pick(0.0, chance, Ask(key))
     assert endpoint is not None
     return endpoint
 
@@ -151,5 +153,5 @@ def test_every_policy_serves_a_pool_in_which_none_is_ready(policy: str) -> None:
 def test_every_policy_avoids_what_has_failed_the_request(policy: str) -> None:
     pool = pool_of(3, policy)
     one, other, last = pool.endpoints
-    assert pool.pick(0.0, 0.1, 7, [one, other]) is last
-    assert pool.pick(0.0, 0.1, 7, [one, other, last]) is None
+    assert pool.pick(0.0, 0.1, Ask(7), [one, other]) is last
+    assert pool.pick(0.0, 0.1, Ask(7), [one, other, last]) is None

@@ -141,8 +141,8 @@ def hash_pins_one_engine(patch: pytest.MonkeyPatch) -> None:
 def suspect_gets_all_requests(patch: pytest.MonkeyPatch) -> None:
     begin = Pool.begin
 
-    def without_trial(self: Pool, endpoint: Endpoint) -> int:
-        trial = begin(self, endpoint)
+    def without_trial(self: Pool, endpoint: Endpoint, num_tokens: int = 0) -> int:
+        trial = begin(self, endpoint, num_tokens)
         if trial:
             endpoint.trial = 0
         return trial
@@ -152,7 +152,34 @@ def suspect_gets_all_requests(patch: pytest.MonkeyPatch) -> None:
 
 def trial_is_never_over(patch: pytest.MonkeyPatch) -> None:
     end = Pool.end
-    patch.setattr(Pool, "end", lambda self, endpoint, trial: end(self, endpoint, 0))
+
+    def without_trial(self: Pool, endpoint: Endpoint, trial: int, num_tokens: int = 0) -> None:
+        end(self, endpoint, 0, num_tokens)
+
+    patch.setattr(Pool, "end", without_trial)
+
+
+def tokens_leak_where_a_prefill_fails(patch: pytest.MonkeyPatch) -> None:
+    """The request is given back, and the tokens that it was to compute are not."""
+    leave = Life.leave
+
+    def leaking(self: Life, verdict: Verdict | None) -> Endpoint:
+        if verdict is not None and verdict is not Verdict.SUCCEEDED:
+            self.num_tokens = 0
+        return leave(self, verdict)
+
+    patch.setattr(Life, "leave", leaking)
+
+
+def tokens_leak_on_abort(patch: pytest.MonkeyPatch) -> None:
+    leave = Life.leave
+
+    def leaking(self: Life, verdict: Verdict | None) -> Endpoint:
+        if self.client_left:
+            self.num_tokens = 0
+        return leave(self, verdict)
+
+    patch.setattr(Life, "leave", leaking)
 
 
 def late_events_count(patch: pytest.MonkeyPatch) -> None:
@@ -246,6 +273,8 @@ BUGS: tuple[Plant, ...] = (
     hash_pins_one_engine,
     suspect_gets_all_requests,
     trial_is_never_over,
+    tokens_leak_where_a_prefill_fails,
+    tokens_leak_on_abort,
     late_events_count,
     expired_handle_is_sent,
     lost_stream_ends_in_silence,
@@ -260,5 +289,6 @@ CALM_BUGS: tuple[Plant, ...] = (
     handover_is_not_completed,
     decode_is_cancelled_before_it_is_admitted,
     counter_leaks_on_abort,
+    tokens_leak_on_abort,
 )
 """Caught where nothing goes wrong but that clients leave."""

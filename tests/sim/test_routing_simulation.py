@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from antiphon.routing import commands, events, life, machine, pool
-from antiphon.routing.pickers import POLICIES
+from antiphon.routing.policies import POLICIES
 from antiphon.routing.states import TRANSITIONS, EndpointState, Stage, State, assert_listed
 from antiphon.sim.routing_run import run_routing_seed, run_routing_seeds
 from antiphon.sim.routing_values import ALL_ROUTING_FAULTS, RoutingFault

@@ -127,6 +127,7 @@ def _declined_with_error(life: Life) -> None:
 def first_byte(life: Life, event: Event) -> None:
     """The client gets the answer from here on; one that has left lets the request be cancelled."""
     bytes_written(life, event)
+    life.computed()
     life.judge(_SUCCEEDED)
     _warmed(life)
     if life.client_left:

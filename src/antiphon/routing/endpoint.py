@@ -71,6 +71,8 @@ class Endpoint:
     """Goes up when it is seen to have restarted: handles of an earlier life are not sent."""
     num_active: int = 0
     """Requests that this router has in flight there, those that are connecting counted."""
+    num_uncached_tokens: int = 0
+    """Prompt tokens that these requests still have to compute there, as far as it is known."""
     trial: int = 0
     """The number of the request that tries it, 0 if none does."""
     num_trials: int = 0

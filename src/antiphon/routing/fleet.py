@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Final
 
+from antiphon.routing.ask import Ask
 from antiphon.routing.budget import RetryBudget
 from antiphon.routing.endpoint import Endpoint, Role
+from antiphon.routing.kv_index import IndexOptions, KvIndex
 from antiphon.routing.options import FleetOptions
 from antiphon.routing.pairs import WarmPairs
 from antiphon.routing.pickers import load_bound
-from antiphon.routing.pool import Pool
+from antiphon.routing.pool import Pool, prefix_index_of
 from antiphon.routing.states import EndpointState
 
 _READY: Final = EndpointState.READY
@@ -31,8 +33,12 @@ class Fleet:
 
     def __init__(self, prefill: Iterable[str], decode: Iterable[str], options: FleetOptions) -> None:
         self.options = options
-        self.prefill = Pool("prefill", options.prefill_policy, options)
-        self.decode = Pool("decode", options.decode_policy, options)
+        self.prefixes = prefix_index_of(options)
+        """Which prompts the policies have sent where; empty where none of them looks at prompts."""
+        self.kv_index = KvIndex(IndexOptions())
+        """What engines say they hold; empty where nobody hears them."""
+        self.prefill = Pool("prefill", options.prefill_policy, options, self.prefixes, self.kv_index)
+        self.decode = Pool("decode", options.decode_policy, options, self.prefixes, self.kv_index)
         self.pairs = WarmPairs()
         self.budget = RetryBudget(
             options.retry_share, options.retry_floor, options.retry_floor_per_s, options.retries_saved_max
@@ -56,13 +62,20 @@ class Fleet:
         self,
         now_s: float,
         chance: float,
-        key: int | None = None,
+        ask: Ask | None = None,
         avoid: Collection[Endpoint] = (),
         partner: Endpoint | None = None,
     ) -> Endpoint | None:
-        """As :meth:`Pool.pick`; if the options say so, a ready engine that has pulled from ``partner`` before goes
-        first, unless it has ``load_factor`` times the mean load. O(n) only while the picked pair is cold."""
-        picked = self.decode.pick(now_s, chance, key, avoid)
+        """As :meth:`Pool.pick`, but that ``ask.preferred`` goes before the policy while it is ready, with the
+        ``num_matched_tokens`` that is set; and if the options say so, a ready engine that has pulled from ``partner``
+        before goes first, unless it has ``load_factor`` times the mean load. O(n) only while the picked pair is cold.
+        """
+        if ask is not None and ask.preferred is not None:
+            preferred = ask.preferred
+            if preferred.state is _READY and preferred not in avoid:
+                assert preferred.role == "decode"
+                return preferred
+        picked = self.decode.pick(now_s, chance, ask, avoid)
         if partner is None or picked is None or not self.options.prefers_warm_pairs:
             return picked
         ready = self.decode.ready
@@ -72,7 +85,10 @@ class Fleet:
         warm = [
             one for one in ready if one not in avoid and one.num_active < bound and self.pairs.is_warm(partner, one)
         ]
-        return min(warm, key=lambda one: one.num_active, default=picked)
+        chosen = min(warm, key=lambda one: one.num_active, default=picked)
+        if ask is not None and chosen is not picked:
+            ask.num_matched_tokens = 0  # what the policy found is of another engine
+        return chosen
 
     def validate(self) -> None:
         """Assert the invariants of all parts."""
@@ -80,3 +96,4 @@ class Fleet:
         self.decode.validate()
         self.pairs.validate(self.prefill.endpoints, self.decode.endpoints)
         self.budget.validate()
+        self.prefixes.validate()

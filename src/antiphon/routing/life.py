@@ -23,6 +23,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
+from antiphon.routing.ask import Ask
 from antiphon.routing.budget import backoff_s
 from antiphon.routing.commands import (
     Command,
@@ -35,7 +36,7 @@ from antiphon.routing.commands import (
     ProbeDecode,
     RespondError,
 )
-from antiphon.routing.endpoint import TIER_OUT, Endpoint, Verdict
+from antiphon.routing.endpoint import TIER_OUT, TIER_READY, Endpoint, Verdict
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.options import LifeOptions
 from antiphon.routing.path import Path
@@ -62,7 +63,7 @@ class Life:
         fleet: shared by all lives of a router.
         options: deadlines and retries.
         path: ``pd``, or ``local`` for what a decode engine serves alone.
-        key: for consistent_hash, from ``pickers.affinity_key``.
+        ask: what the policies go by; None where they look at nothing.
     """
 
     # What never changes in most requests stays a value of the class, and costs a request nothing.
@@ -73,11 +74,14 @@ class Life:
     endpoint: Endpoint | None = None
     """The engine of the attempt."""
     trial = 0
+    num_tokens = 0
+    """Prompt tokens that the attempt still has to compute, as its engine counts them."""
     handle: Handle | None = None
     outcome_due: Stage | None = None
     """The client has its answer; the request ends so once the KV is pulled."""
     reserved: tuple[Endpoint, int] | None = None
-    """A decode engine that was down and that this request tries: kept for it while the prefill runs."""
+    """A decode engine that was down and that this request tries: kept for it while the prefill runs. It has no tokens
+    to compute."""
     avoid_prefill: tuple[Endpoint, ...] = ()
     avoid_decode: tuple[Endpoint, ...] = ()
     """Engines that have failed this request."""
@@ -100,7 +104,7 @@ class Life:
     chance = 0.0
 
     def __init__(
-        self, request_id: str, fleet: Fleet, options: LifeOptions, *, path: Path, key: int | None = None
+        self, request_id: str, fleet: Fleet, options: LifeOptions, *, path: Path, ask: Ask | None = None
     ) -> None:
         self.request_id = request_id
         self.stage = _RECEIVED
@@ -109,7 +113,7 @@ class Life:
         self.fleet = fleet
         self.options = options
         self.path: Path = path
-        self.key = key
+        self.ask = ask
         self.out: list[Command] = []
 
     @property
@@ -127,18 +131,17 @@ class Life:
     def probe_decode(self) -> None:
         """Every decode engine is down: find out whether one can be reached before a prefill is spent on it."""
         pool = self.fleet.decode
-        endpoint = pool.pick(self.now_s, self.chance, self.key, self.avoid_decode)
+        endpoint = pool.pick(self.now_s, self.chance, self.ask, self.avoid_decode)
         if endpoint is None:
             self.fail(self.failure or self._unavailable(pool, "no_decode_engine"))
             return
-        self._take(pool, endpoint)
+        self._take(pool, endpoint, has_prompt=False)
         self.enter(_PROBING, self.options.connect_s)
         self.out.append(ProbeDecode(self.attempt, endpoint))
 
     def connect_prefill(self) -> None:
         """Any prefill engine that has not failed this request."""
-        pool = self.fleet.prefill
-        endpoint = pool.pick(self.now_s, self.chance, self.key, self.avoid_prefill)
+        endpoint = self._pick_prefill()
         if endpoint is None:
             self.give_up_prefill()
         else:
@@ -155,10 +158,9 @@ class Life:
         if self.client_left:
             self.finish(_CANCELLED)
             return
-        pool = self.fleet.prefill
         endpoint = None
         if self.num_prefills < self.options.prefills_max:
-            endpoint = pool.pick(self.now_s, self.chance, self.key, self.avoid_prefill)
+            endpoint = self._pick_prefill()
             if endpoint is None and is_lost and not self.has_backed_off and self._may_retry("prefill_again"):
                 self.has_backed_off = True
                 self.avoid_prefill = ()
@@ -189,17 +191,23 @@ class Life:
         endpoint = self._reserved_decode()
         if endpoint is None:
             partner = handle.prefill if handle is not None else None
-            endpoint = self.fleet.pick_decode(self.now_s, self.chance, self.key, self.avoid_decode, partner)
+            endpoint = self.fleet.pick_decode(self.now_s, self.chance, self.ask, self.avoid_decode, partner)
             if endpoint is None:
                 self.abandon()
                 self.fail(self.failure or self._unavailable(self.fleet.decode, "no_decode_engine"))
                 return
-            self._take(self.fleet.decode, endpoint)
+            self._take(self.fleet.decode, endpoint, has_prompt=handle is None)
         self.num_decode_tries += 1
         self.enter(_CONNECTING_DECODE, self.options.connect_s)
         if handle is not None and handle.until_s < self.deadline_s:
             self.deadline_s = handle.until_s
         self.out.append(ConnectDecode(self.attempt, endpoint))
+
+    def connect_by(self, until_s: float) -> None:
+        """The shell connects to the decode engine by then, and not at once: its stage lasts as much longer, as far as
+        the handle does."""
+        assert self.stage is _CONNECTING_DECODE and self.handle is not None
+        self.deadline_s = min(until_s + self.options.connect_s, self.handle.until_s)
 
     # -- the handle -------------------------------------------------------------------------------------------------
 
@@ -233,13 +241,13 @@ class Life:
             return
         self.has_started_over = True
         self.has_reconnected = False
-        if self.path == "local":
+        if self.path != "pd":
             if self._may_retry("decode"):
                 self.connect_decode()
             else:
                 self.fail(failure)
             return
-        endpoint = self.fleet.prefill.pick(self.now_s, self.chance, self.key, self.avoid_prefill)
+        endpoint = self._pick_prefill()
         if endpoint is None:
             self.give_up_prefill()
         elif self._may_retry("handover"):
@@ -299,9 +307,18 @@ class Life:
         assert endpoint is not None
         if verdict is not None:
             self.judge(verdict)
+        num_tokens = self.num_tokens
         self.endpoint = None
-        self.fleet.pool(endpoint.role).end(endpoint, self.trial)
+        self.num_tokens = 0
+        self.fleet.pool(endpoint.role).end(endpoint, self.trial, num_tokens)
         return endpoint
+
+    def computed(self) -> None:
+        """The attempt has computed its prompt: others wait for it no longer."""
+        if self.num_tokens:
+            assert self.endpoint is not None
+            self.fleet.pool(self.endpoint.role).computed(self.endpoint, self.num_tokens)
+            self.num_tokens = 0
 
     def leave_with_status(self) -> Endpoint:
         """The attempt ended in an internal error. If two engines of a role say so of one request, it is the request."""
@@ -336,6 +353,8 @@ class Life:
         assert not self.out, "commands were not taken"
         assert (self.deadline_s == inf) == (self.is_over or self.stage is _RECEIVED), "a stage without a deadline"
         assert not (self.is_over and self.reserved), "an engine stays reserved"
+        assert self.num_tokens >= 0
+        assert self.endpoint is not None or not self.num_tokens, "tokens to compute without an attempt"
         if self.stage is _COMPLETING:
             assert self.handle is not None and self.is_closing
 
@@ -347,9 +366,18 @@ class Life:
         self.fleet.counts[f"retry_{kind}" if is_allowed else "retry_denied"] += 1
         return is_allowed
 
+    def _pick_prefill(self) -> Endpoint | None:
+        """An engine that has not failed this request; a ready one that it does not shun, if there is one."""
+        pool, ask, avoid = self.fleet.prefill, self.ask, self.avoid_prefill
+        if ask is not None and ask.shunned and pool.ready:
+            endpoint = pool.pick(self.now_s, self.chance, ask, avoid + ask.shunned)
+            if endpoint is not None and endpoint.tier == TIER_READY:
+                return endpoint
+        return pool.pick(self.now_s, self.chance, ask, avoid)
+
     def _has_decode(self, *, is_lost: bool) -> bool:
         pool = self.fleet.decode
-        if pool.pick(self.now_s, self.chance, self.key, self.avoid_decode) is not None:
+        if pool.pick(self.now_s, self.chance, self.ask, self.avoid_decode) is not None:
             return True
         if is_lost and pool.can_answer:
             self.avoid_decode = ()
@@ -360,7 +388,7 @@ class Life:
         if self.reserved is None and not self.fleet.decode.can_answer:
             self.probe_decode()  # and pick a prefill engine again then
             return
-        self._take(self.fleet.prefill, endpoint)
+        self._take(self.fleet.prefill, endpoint, has_prompt=True)
         self.num_prefill_tries += 1
         self.has_prefill_head = False
         self.enter(_CONNECTING_PREFILL, self.options.connect_s)
@@ -379,8 +407,12 @@ class Life:
         self.endpoint, self.trial = endpoint, trial
         return endpoint
 
-    def _take(self, pool: Pool, endpoint: Endpoint) -> None:
+    def _take(self, pool: Pool, endpoint: Endpoint, *, has_prompt: bool) -> None:
+        """Begin an attempt; ``has_prompt`` if the engine is to compute the prompt."""
         assert self.endpoint is None, "an attempt begins while another is under way"
+        ask = self.ask
+        if has_prompt and ask is not None and ask.prompt is not None:
+            self.num_tokens = max(0, ask.prompt.num_tokens - ask.num_matched_tokens)
         self.attempt += 1
         self.endpoint = endpoint
-        self.trial = pool.begin(endpoint)
+        self.trial = pool.begin(endpoint, self.num_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from antiphon.routing.prefix_index import ENGINE_MAX_BYTES, ENTRIES_MAX
+
 ENDPOINTS_MAX = 1024
 """Endpoints of a pool, as many as the spec takes."""
 
@@ -14,8 +16,11 @@ class FleetOptions:
     """How engines are picked and judged.
 
     Args:
-        prefill_policy, decode_policy: names from ``pickers.POLICIES``.
-        load_factor: consistent_hash and warm pairs pass over an engine that has this many times the mean load.
+        prefill_policy, decode_policy: names from ``policies.POLICIES``.
+        load_factor: consistent_hash, prefix_aware and warm pairs yield at an engine that has this many times the
+            mean load.
+        prefix_entries_max: prefixes that are remembered of all engines together; about 300 bytes each.
+        prefix_bytes_max: bytes of prompts that are remembered of one engine: as much as its KV holds.
         prefers_warm_pairs: a decode engine that has pulled from the prefill engine before goes first.
         failed_probes_max: health checks that fail in a row before an engine is down; a busy one is slow, not dead.
         good_probes_min: health checks that succeed in a row before a suspect is ready, where no request was the cause.
@@ -32,6 +37,8 @@ class FleetOptions:
     prefill_policy: str = "round_robin"
     decode_policy: str = "round_robin"
     load_factor: float = 1.25
+    prefix_entries_max: int = ENTRIES_MAX
+    prefix_bytes_max: int = ENGINE_MAX_BYTES
     prefers_warm_pairs: bool = False
     failed_probes_max: int = 3
     good_probes_min: int = 2

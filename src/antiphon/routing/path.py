@@ -1,8 +1,11 @@
-"""Which way a request takes: ``pd`` (prefill on one engine, decode on another) or ``local`` (a decode engine alone).
+"""Which way a request takes: ``pd`` (prefill on one engine, decode on another), ``local`` (a decode engine alone), or
+``cached`` (a decode engine alone, one that holds most of the prompt or whose cache server does).
 
 A prefill's KV is handed over once, to one reader: NIXL frees the blocks as soon as one decode request has pulled them,
 and a second pull reads other people's KV with no error. So whatever has more than one sequence, or needs logits of the
 prompt on the engine that answers, is served by a decode engine alone, and the reason is said.
+
+What a request's form allows is decided here; ``placement`` decides by what is where.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Path = Literal["pd", "local"]
+Path = Literal["pd", "local", "cached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ REASONS = (
     "builtin_tools",
     "tool_choice",
     "prefill_fallback",
+    "short",
+    "held_by_engine",
+    "held_by_server",
 )
 
 
@@ -127,4 +133,6 @@ def served_alone(reason: str) -> PathChoice:
     return _LOCAL[reason]
 
 
+HELD_BY_ENGINE = PathChoice("cached", "held_by_engine")
+HELD_BY_SERVER = PathChoice("cached", "held_by_server")
 SINGLE_STAGE = _LOCAL["single_stage"]

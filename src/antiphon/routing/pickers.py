@@ -1,4 +1,4 @@
-"""The policies: which engine of a pool a request goes to, by name.
+"""The plain policies: which engine of a pool a request goes to. ``policies`` has the names of all.
 
     round_robin       in turn, a counter for each pool
     random            by chance
@@ -17,12 +17,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import ceil
 from typing import Protocol
 
-from antiphon.routing.endpoint import TIER_READY, Endpoint
+from antiphon.routing.ask import Ask
+from antiphon.routing.endpoint import TIER_READY, Endpoint, Role
+from antiphon.routing.kv_index import IndexOptions, KvIndex
+from antiphon.routing.prefix_index import PrefixIndex
 
 POINTS_PER_ENDPOINT = 64
 """Places of an endpoint on the ring: enough that shares differ by some tens of percent, which load evens out."""
@@ -31,11 +34,31 @@ PROMPT_PREFIX_BYTES = 1024
 """Of the prompt, where neither session nor user is given: long enough to tell system prompts apart."""
 
 
+@dataclass(frozen=True, slots=True)
+class PickerOptions:
+    """What policies are made of; each takes what it needs.
+
+    Args:
+        role: of the pool.
+        load_factor: affinity yields to load at an engine that has this many times the mean.
+        prefixes: what the engines of both pools have been sent; shared by the policies of a fleet.
+        kv_index: what the engines of both pools say they hold; shared too.
+    """
+
+    role: Role = "prefill"
+    load_factor: float = 1.25
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    kv_index: KvIndex = field(default_factory=lambda: KvIndex(IndexOptions()))
+
+
 class Picker(Protocol):
     """A policy for one pool."""
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
-        """One of ``candidates`` (not empty); ``chance`` is in [0, 1), ``key`` from :func:`affinity_key`."""
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
+        """One of ``candidates`` (not empty); ``chance`` is in [0, 1).
+
+        Sets ``ask.num_matched_tokens`` if it knows; the pool has set it to 0 before.
+        """
         ...
 
     def set_members(self, endpoints: list[Endpoint]) -> None:
@@ -67,10 +90,10 @@ class _Memoryless:
 class RoundRobin(_Memoryless):
     """In turn."""
 
-    def __init__(self, load_factor: float) -> None:
+    def __init__(self, options: PickerOptions) -> None:
         self._turn = -1
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         self._turn = turn = (self._turn + 1) % len(candidates)
         return candidates[turn]
 
@@ -78,20 +101,20 @@ class RoundRobin(_Memoryless):
 class Random(_Memoryless):
     """By chance."""
 
-    def __init__(self, load_factor: float) -> None:
+    def __init__(self, options: PickerOptions) -> None:
         pass
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         return candidates[int(chance * len(candidates))]
 
 
 class PowerOfTwo(_Memoryless):
     """The less loaded of two."""
 
-    def __init__(self, load_factor: float) -> None:
+    def __init__(self, options: PickerOptions) -> None:
         pass
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         return less_loaded_of_two(candidates, chance)
 
 
@@ -112,12 +135,12 @@ def less_loaded_of_two(candidates: list[Endpoint], chance: float) -> Endpoint:
 class LeastLoad:
     """The least loaded, in turn among equals: ready endpoints stand in a queue for each load."""
 
-    def __init__(self, load_factor: float) -> None:
+    def __init__(self, options: PickerOptions) -> None:
         self._queues: list[OrderedDict[Endpoint, None]] = [OrderedDict()]
         self._num = 0
         self._lowest = 0
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         if candidates[0].tier != TIER_READY:
             return min(candidates, key=_load)
         queues, lowest = self._queues, self._lowest
@@ -166,16 +189,17 @@ class ConsistentHash:
     over for the next one on the ring. Without a key, the less loaded of two.
     """
 
-    def __init__(self, load_factor: float) -> None:
-        assert load_factor >= 1
-        self._load_factor = load_factor
+    def __init__(self, options: PickerOptions) -> None:
+        assert options.load_factor >= 1
+        self._load_factor = options.load_factor
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
         self._unplaced: list[Endpoint] | None = None
         """The members, while the ring is not made of them yet."""
         self._total = 0
 
-    def pick(self, candidates: list[Endpoint], chance: float, key: int | None) -> Endpoint:
+    def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
+        key = ask.key if ask is not None else None
         if key is None:
             return less_loaded_of_two(candidates, chance)
         tier = candidates[0].tier
@@ -211,15 +235,6 @@ class ConsistentHash:
     def load_changed(self, endpoint: Endpoint, before: int) -> None:
         if endpoint.tier == TIER_READY:
             self._total += endpoint.num_active - before
-
-
-POLICIES: dict[str, Callable[[float], Picker]] = {
-    "round_robin": RoundRobin,
-    "random": Random,
-    "least_load": LeastLoad,
-    "power_of_two": PowerOfTwo,
-    "consistent_hash": ConsistentHash,
-}
 
 
 def load_bound(total: int, num: int, load_factor: float) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
+from antiphon.routing.ask import Ask
 from antiphon.routing.budget import backoff_s
 from antiphon.routing.endpoint import (
     TIER_DOWN,
@@ -31,8 +32,11 @@ from antiphon.routing.endpoint import (
     Role,
     Verdict,
 )
+from antiphon.routing.kv_index import IndexOptions, KvIndex
 from antiphon.routing.options import ENDPOINTS_MAX, FleetOptions
-from antiphon.routing.pickers import POLICIES, Picker
+from antiphon.routing.pickers import Picker, PickerOptions
+from antiphon.routing.policies import POLICIES
+from antiphon.routing.prefix_index import PrefixIndex
 from antiphon.routing.states import EndpointState, assert_listed
 
 _DOWN: Final = EndpointState.DOWN
@@ -54,11 +58,19 @@ class Pool:
 
     Args:
         role: for all of them.
-        policy: a name from ``pickers.POLICIES``.
+        policy: a name from ``policies.POLICIES``.
         options: how they are judged.
+        prefixes: what engines have been sent; one of the pool's own without it.
     """
 
-    def __init__(self, role: Role, policy: str, options: FleetOptions) -> None:
+    def __init__(
+        self,
+        role: Role,
+        policy: str,
+        options: FleetOptions,
+        prefixes: PrefixIndex | None = None,
+        kv_index: KvIndex | None = None,
+    ) -> None:
         self.role: Role = role
         self.policy = policy
         self.endpoints: list[Endpoint] = []
@@ -66,7 +78,9 @@ class Pool:
         self.ready: list[Endpoint] = []
         self.num_active = 0
         """Requests in flight at all of them."""
-        self.picker: Picker = POLICIES[policy](options.load_factor)
+        self.prefixes = prefixes if prefixes is not None else prefix_index_of(options)
+        self.kv_index = kv_index if kv_index is not None else KvIndex(IndexOptions())
+        self.picker: Picker = POLICIES[policy](PickerOptions(role, options.load_factor, self.prefixes, self.kv_index))
         self._options = options
         self._tiers: tuple[list[Endpoint], ...] = (self.ready, [], [], [])
         self._imperfect = 0
@@ -141,23 +155,30 @@ class Pool:
     # -- choice -----------------------------------------------------------------------------------------------------
 
     def pick(
-        self, now_s: float, chance: float, key: int | None = None, avoid: Collection[Endpoint] = ()
+        self, now_s: float, chance: float, ask: Ask | None = None, avoid: Collection[Endpoint] = ()
     ) -> Endpoint | None:
         """The endpoint for a request, none of ``avoid``; None if none may be tried now. :meth:`begin` follows.
 
         Args:
             chance: in [0, 1).
-            key: for consistent_hash.
+            ask: what policies go by; its ``num_matched_tokens`` is set.
             avoid: those that have failed this request.
         """
+        if ask is not None:
+            ask.num_matched_tokens = 0
         if self.ready and not self._imperfect and not avoid:
-            return self.picker.pick(self.ready, chance, key)
-        return self._pick_carefully(now_s, chance, key, avoid)
+            return self.picker.pick(self.ready, chance, ask)
+        return self._pick_carefully(now_s, chance, ask, avoid)
 
-    def begin(self, endpoint: Endpoint) -> int:
-        """A request goes there. Returns the number of the trial if it is one, else 0; :meth:`end` takes it back."""
+    def begin(self, endpoint: Endpoint, num_tokens: int = 0) -> int:
+        """A request goes there. Returns the number of the trial if it is one, else 0; :meth:`end` takes it back.
+
+        Args:
+            num_tokens: that it has to compute there: prompt tokens that the engine is not expected to hold.
+        """
         before = endpoint.num_active
         endpoint.num_active = before + 1
+        endpoint.num_uncached_tokens += num_tokens
         self.num_active += 1
         if endpoint.tier == TIER_READY:
             self.picker.load_changed(endpoint, before)
@@ -169,11 +190,22 @@ class Pool:
         endpoint.trial = endpoint.num_trials
         return endpoint.trial
 
-    def end(self, endpoint: Endpoint, trial: int) -> None:
-        """It has ended there; once for each :meth:`begin`, with what that returned."""
+    def computed(self, endpoint: Endpoint, num_tokens: int) -> None:
+        """A request has computed so many of the tokens that it began with; :meth:`end` takes the rest."""
+        endpoint.num_uncached_tokens -= num_tokens
+        assert endpoint.num_uncached_tokens >= 0, f"{endpoint.url} computed more tokens than requests began with"
+
+    def end(self, endpoint: Endpoint, trial: int, num_tokens: int = 0) -> None:
+        """It has ended there; once for each :meth:`begin`, with what that returned.
+
+        Args:
+            num_tokens: those it began with, less those :meth:`computed`.
+        """
         before = endpoint.num_active
         assert before > 0, f"{endpoint.url} ended more requests than it began"
         endpoint.num_active = before - 1
+        if num_tokens:
+            self.computed(endpoint, num_tokens)
         self.num_active -= 1
         if endpoint.tier == TIER_READY:
             self.picker.load_changed(endpoint, before)
@@ -289,6 +321,8 @@ class Pool:
         for endpoint in self.endpoints:
             assert endpoint.role == self.role
             assert endpoint.num_active >= 0 and endpoint.num_failed_probes >= 0
+            assert endpoint.num_uncached_tokens >= 0
+            assert endpoint.num_active or not endpoint.num_uncached_tokens, "tokens to compute without a request"
             assert endpoint.state is not _REMOVED
             assert endpoint.trial <= endpoint.num_trials
             assert not endpoint.trial or endpoint.num_active, "a trial without a request"
@@ -304,7 +338,7 @@ class Pool:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _pick_carefully(
-        self, now_s: float, chance: float, key: int | None, avoid: Collection[Endpoint]
+        self, now_s: float, chance: float, ask: Ask | None, avoid: Collection[Endpoint]
     ) -> Endpoint | None:
         ready, waiting, down = self.ready, self._tiers[TIER_WAITING], self._tiers[TIER_DOWN]
         if ready:
@@ -312,14 +346,14 @@ class Pool:
                 for endpoint in (*waiting, *down):
                     if not endpoint.trial and now_s >= endpoint.retry_at_s:
                         return endpoint
-                return self.picker.pick(ready, chance, key)
+                return self.picker.pick(ready, chance, ask)
             others = [endpoint for endpoint in ready if endpoint not in avoid]
             others = others or [endpoint for endpoint in waiting if not endpoint.trial and endpoint not in avoid]
             if others:
                 return min(others, key=_load)
         elif waiting:
             if not avoid:
-                return self.picker.pick(waiting, chance, key)
+                return self.picker.pick(waiting, chance, ask)
             others = [endpoint for endpoint in waiting if endpoint not in avoid]
             if others:
                 return min(others, key=_load)
@@ -423,6 +457,7 @@ class Pool:
         self._tiers[TIER_OUT].remove(endpoint)
         self.endpoints.remove(endpoint)
         self.picker.set_members(self.endpoints)
+        self.prefixes.forget(endpoint)
         for action in self._on_gone:
             action(endpoint)
 
@@ -431,6 +466,11 @@ _ERROR_SHARE_MIN: Final = 0.01
 """Less is none: then a success costs nothing to note."""
 
 _IMPERFECT: Final = (TIER_WAITING, TIER_DOWN)
+
+
+def prefix_index_of(options: FleetOptions) -> PrefixIndex:
+    """An empty index with the bounds of the options."""
+    return PrefixIndex(options.prefix_entries_max, options.prefix_bytes_max)
 
 
 def _load(endpoint: Endpoint) -> int:

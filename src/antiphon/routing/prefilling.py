@@ -23,7 +23,7 @@ _UNREACHABLE: Final = Verdict.UNREACHABLE
 def received(life: Life, event: Event) -> None:
     """Begin: with the prefill, or with the decode engine that serves it alone."""
     life.fleet.budget.request()
-    if life.path == "local":
+    if life.path != "pd":
         life.connect_decode()
     else:
         life.connect_prefill()

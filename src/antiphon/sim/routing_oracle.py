@@ -196,6 +196,8 @@ class Oracle:
         for endpoint in self._fleet.all():
             if endpoint.num_active or endpoint.trial or self.open[endpoint]:
                 raise CheckFailed(f"{endpoint} is not idle: trial {endpoint.trial}, seen {self.open[endpoint]}")
+            if endpoint.num_uncached_tokens:
+                raise CheckFailed(f"{endpoint} is idle and has {endpoint.num_uncached_tokens} tokens to compute")
         if self._fleet.prefill.num_active or self._fleet.decode.num_active:
             raise CheckFailed("a pool counts requests that no endpoint has")
 

@@ -226,7 +226,7 @@ class Shell:
             is_trial, ride.reserved = ride.reserved.is_trial, None
         else:
             is_first_try = not any(one.role == endpoint.role for one in ride.tried)
-            is_trial = self.oracle.attempt(endpoint, is_first_try=is_first_try, has_key=ride.life.key is not None)
+            is_trial = self.oracle.attempt(endpoint, is_first_try=is_first_try, has_key=ride.life.ask is not None)
         ride.tried.add(endpoint)
         attempt = ride.attempt = Attempt(command.attempt, endpoint, ask, is_trial)
         engine = self._find(endpoint.address)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from antiphon.routing.ask import Ask, Prompt
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
 from antiphon.routing.options import FleetOptions, LifeOptions
 from antiphon.routing.path import Path
-from antiphon.routing.pickers import POLICIES
+from antiphon.routing.policies import POLICIES
 from antiphon.routing.states import EndpointState, Stage
 from antiphon.sim.routing_engine import SimEngine
 from antiphon.sim.routing_oracle import Client, Oracle
@@ -33,7 +34,8 @@ FLAP_S = (0.05, 0.3)
 STOP_S = ((0.02, 0.3), (0.5, 1.2), (1.2, 4.0))
 """Shorter and longer than stage deadlines and the lease."""
 MODE_S = (0.2, 2.0)
-NUM_KEYS = 3
+PROMPT_BYTES = (20, 400, 4000)
+"""Of each session: less than a block, a few blocks, many."""
 STALE_S = (0.3, 1.2)
 CALM_GRACE_S = 0.4
 """Longer than the slowest message and admission together."""
@@ -121,10 +123,10 @@ class RoutingWorld:
         options = self.life_options
         if self.has_fallback and not is_plain:
             options = replace(options, prefill_fallback="local")
-        key = None if chance.random() < 0.2 else hash_of(chance.randrange(NUM_KEYS))
+        ask = None if chance.random() < 0.2 else ask_of(chance.randrange(len(PROMPT_BYTES)))
         may_leave = _F.CLIENTS_LEAVE in self.options.faults and not self.timeline.is_calm
         is_gone = may_leave and chance.random() < 0.02
-        self.shell.begin(client, Life(client.name, self.fleet, options, path=path, key=key), is_gone=is_gone)
+        self.shell.begin(client, Life(client.name, self.fleet, options, path=path, ask=ask), is_gone=is_gone)
         if may_leave and chance.random() < 0.15:
             self.timeline.after(chance.uniform(0, 0.5) ** 2, lambda: self.leave(client.name))
         return client
@@ -282,6 +284,12 @@ class RoutingWorld:
         endpoint = pool.add(f"http://{engine.name}", is_open=False)
         pool.open(endpoint)
         self.oracle.drains(engine.name, is_drained=False)
+
+
+def ask_of(session: int) -> Ask:
+    """What choices go by, of one of a few sessions; its prompt is always the same."""
+    num_bytes = PROMPT_BYTES[session]
+    return Ask(hash_of(session), Prompt(b"model", b"%d" % session * num_bytes, num_bytes // 4))
 
 
 def hash_of(number: int) -> int:
