@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError, RequestRefused
 from antiphon.router.app import Router
-from antiphon.router.keys import ClientKeys, EngineAccess, admin_key, client_keys, engine_access
+from antiphon.router.keys import ClientKeys, EngineAccess, KeyRing, admin_key, client_keys, engine_access
 from antiphon.router.routes import ROUTES
 from antiphon.transport.http.message import HttpRequest
 from tests.router.scripted import (
@@ -176,19 +177,91 @@ async def test_what_a_client_without_a_key_sends_takes_no_memory(files: dict[str
         assert len(d.seen[0].body) >= size
 
 
-def test_whatever_is_no_key_is_none(tmp_path: Path) -> None:
+def request_with(*fields: tuple[bytes, bytes]) -> HttpRequest:
+    return HttpRequest("POST", b"/", "1.1", list(fields))
+
+
+def test_whatever_is_no_key_is_none() -> None:
     keys = ClientKeys([b"a" * 20, b"b"])
 
     def is_allowed(*fields: tuple[bytes, bytes]) -> bool:
-        return keys.refusal(HttpRequest("POST", b"/", "1.1", list(fields))) is None
+        return keys.refusal(request_with(*fields)) is None
 
     assert is_allowed((b"x-api-key", b"b"))
     assert is_allowed((b"authorization", b"Bearer wrong"), (b"x-api-key", b"b")), "either will do"
     assert not is_allowed((b"x-api-key", b"c"), (b"x-api-key", b"b")), "the first one counts"
     assert not is_allowed((b"x-api-key", b""))
     assert not is_allowed((b"authorization", b"Bearer " + b"a" * 19))
-    assert not any(b"a" * 20 in digest for digest in keys._digests)
-    assert ClientKeys([b"b"])._digests.isdisjoint(keys._digests), "another process has other digests"
+
+
+def digests_of(ring: KeyRing) -> set[bytes]:
+    return {digest for row in ring._rows for digest, _ in row}
+
+
+def test_keys_are_held_as_digests_that_another_process_cannot_make() -> None:
+    keys = [b"a" * 20, b"b"]
+    ring, other = KeyRing([(key, 1) for key in keys]), KeyRing([(key, 1) for key in keys])
+    assert not any(b"a" * 20 in digest for digest in digests_of(ring))
+    assert digests_of(ring).isdisjoint(digests_of(other))
+
+
+class Counting:
+    """Compares as the router does, and keeps what it was given and how often they were equal."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bytes, bytes]] = []
+        self.num_equal = 0
+
+    def __call__(self, one: bytes, other: bytes) -> bool:
+        self.calls.append((one, other))
+        self.num_equal += one == other
+        return compare_digest(one, other)
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 16, 17, 1000])
+def test_a_key_that_is_known_and_one_that_is_not_take_as_many_comparisons(num_keys: int) -> None:
+    keys = [b"sk-%d" % number for number in range(num_keys)]
+    compare = Counting()
+    ring = KeyRing([(key, number) for number, key in enumerate(keys, 1)], compare)
+    assert compare.calls == [], "what comparisons cost does not show at the start"
+    wrong = [key + b"x" for key in keys] + [key[:-1] for key in keys] + [b"", b"\0", b"x" * 5000]
+    counts = set()
+    for key in keys + wrong:
+        before, equal_before = len(compare.calls), compare.num_equal
+        owner = ring.owner(key)
+        is_known = key in keys
+        assert owner == (keys.index(key) + 1 if is_known else 0)
+        assert compare.num_equal - equal_before == is_known
+        calls = compare.calls[before:]
+        counts.add(len(calls))
+        assert len({one for one, _ in calls}) == 1, "each time the digest of what was shown"
+        assert all(len(one) == len(other) == 16 for one, other in calls)
+    assert len(counts) == 1, "none ends early, wherever in its row a key stands"
+    if num_keys <= 16:
+        assert counts == {num_keys}, "with every key"
+    else:
+        assert max(counts) <= 16, "and a look-up among many stays short"
+
+
+def test_a_request_with_a_known_key_and_one_with_an_unknown_take_as_many_comparisons() -> None:
+    compare = Counting()
+    keys = ClientKeys([(b"one", 1), (b"two", 2), (b"three", 3)], compare)
+    expected = {b"one": 1, b"two": 2, b"three": 3, b"four": 0, b"x" * 9999: 0}
+    for key, owner in expected.items():
+        for field in ((b"authorization", b"Bearer " + key), (b"x-api-key", key)):
+            before = len(compare.calls)
+            assert keys.owner(request_with(field)) == owner
+            assert len(compare.calls) - before == 3
+    before = len(compare.calls)
+    assert keys.owner(request_with((b"authorization", b"Bearer two"), (b"x-api-key", b"one"))) == 2
+    assert len(compare.calls) - before == 6, "the second is looked up although the first is known"
+    assert keys.owner(request_with((b"authorization", b"Bearer no"), (b"x-api-key", b"one"))) == 1
+
+
+def test_a_key_has_one_owner() -> None:
+    with pytest.raises(AssertionError):
+        KeyRing([(b"a", 1), (b"a", 2)])
+    assert KeyRing([(b"a", 1), (b"a", 1)]).owner(b"a") == 1
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

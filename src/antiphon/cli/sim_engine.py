@@ -11,6 +11,7 @@ from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
+from antiphon.engine.simulated.kv_events import KvEventsOptions
 from antiphon.engine.simulated.machine import EngineOptions
 from antiphon.engine.simulated.server import ServerOptions, serve
 from antiphon.transport.loop import run
@@ -35,6 +36,9 @@ _PORT = click.IntRange(0, 65535)
     show_default=True,
     help="What happens to a request whose KV cannot be pulled.",
 )
+@click.option("--kv-events-endpoint", help="Listener that hears of its KV blocks: tcp://HOST:PORT. [default: nobody]")
+@click.option("--kv-events-topic", default="", help="What its messages begin with; the router knows it by that.")
+@click.option("--kv-events-replay-endpoint", default="", help="Where it sends missed messages again: tcp://HOST:PORT.")
 @spec_options(SimulatedSpec)
 def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) -> None:
     """Run a simulated engine: vLLM's API, a stated latency model, and tokens that prove the KV."""
@@ -42,6 +46,7 @@ def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) ->
     side_channel_host = rest.pop("side_channel_host") or ("127.0.0.1" if host in _WILDCARDS else host)
     side_channel_port = rest.pop("side_channel_port")
     max_num_seqs, load_failure = rest.pop("max_num_seqs"), rest.pop("kv_load_failure_policy")
+    told = rest.pop("kv_events_endpoint"), rest.pop("kv_events_topic"), rest.pop("kv_events_replay_endpoint")
     spec = model_from_flags(SimulatedSpec, rest)
     options = ServerOptions(
         engine=EngineOptions(spec, model_name, max_num_seqs, load_failure),
@@ -51,6 +56,7 @@ def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) ->
         port=port,
         side_channel_host=side_channel_host,
         side_channel_port=side_channel_port,
+        kv_events=KvEventsOptions(*told) if told[0] else None,
     )
     try:
         run(serve(options, click.echo))

@@ -46,7 +46,7 @@ EngineUrl = Annotated[str, AfterValidator(engine_url)]
 AdminUrl = Annotated[str, AfterValidator(_admin_url)]
 
 
-Policy = Literal["round_robin", "random", "least_load", "power_of_two", "consistent_hash"]
+Policy = Literal["round_robin", "random", "least_load", "power_of_two", "consistent_hash", "prefix_aware", "kv_aware"]
 
 
 class RouterSpec(SpecModel):
@@ -69,7 +69,9 @@ class RouterSpec(SpecModel):
     policy: Policy = Field(
         default="round_robin",
         description="How an engine of a pool is picked, for prefill and decode independently. Loads are this router's "
-        "own counts; consistent_hash goes by the x-session-id header, else user, else the prompt's beginning.",
+        "own counts; consistent_hash goes by the x-session-id header, else user, else the prompt's beginning; "
+        "prefix_aware by what each engine was sent before; kv_aware by what each engine says it holds, which needs "
+        "kv_events_port.",
     )
     prefill_policy: Policy | None = Field(
         default=None, description="The policy of the prefill pool alone; without it that of policy."
@@ -253,6 +255,78 @@ class RouterSpec(SpecModel):
         le=60,
         description="Seconds a decode request whose client has left is still held, 0 to 60, so that the engine "
         "admits it, pulls the KV and the prefill engine frees its blocks.",
+    )
+    local_max_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=10_000_000,
+        description="Prompt tokens that a decode engine may be given to compute, 0 to 10000000: a prompt that is no "
+        "longer, or of which a decode engine or its cache server holds all but so many, is sent there without a "
+        "hand-over. 0: every request that can be split is. One chunk of the cache server (256) is a start; right is "
+        "where computing so many takes a decode engine less time than a hand-over.",
+    )
+    tokenize_timeout_s: float = Field(
+        default=0.02,
+        ge=0,
+        le=5,
+        description="Seconds that a request waits for an engine to tokenize its prompt, 0 to 5, where kv_aware or "
+        "local_max_tokens look at tokens; then it is placed by its bytes. 0: no engine is asked.",
+    )
+    kv_events_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which engines' KV events are heard. Whoever reaches it can make the router believe "
+        "anything about what engines hold, which costs time, never a wrong answer.",
+    )
+    kv_events_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="TCP port on which engines' KV events are heard, 1 to 65535; engines connect to it "
+        "(--kv-events-config). The compiler takes one for kv_aware.",
+    )
+    kv_bytes_per_token: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000_000,
+        description="KV bytes of one token of the model, over all layers and ranks, 0 to 1000000000. 0: not known, and "
+        "no request waits for its admission. The compiler fills it in.",
+    )
+    cold_min_bytes: int = Field(
+        default=268_435_456,
+        ge=1,
+        le=1_000_000_000_000,
+        description="A prompt with at least so many KV bytes to compute is cold, 1 to 1000000000000 (default: 256 "
+        "MiB): only a part of the prefill engines takes cold ones, and their transfers wait for each other.",
+    )
+    cold_share: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="The part of the prefill engines that cold prompts may always have, 0 to 1; one engine at least.",
+    )
+    cold_per_engine: int = Field(
+        default=1, ge=1, le=1024, description="Cold prompts on such a prefill engine at once, 1 to 1024."
+    )
+    cold_queue_max: int = Field(
+        default=256, ge=0, le=100_000, description="Cold requests that wait, 0 to 100000; one more gets 429."
+    )
+    cold_queue_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="Seconds that a cold request waits at most, 0 to 3600; then it gets 503 with Retry-After.",
+    )
+    transfer_bytes_per_s: float = Field(
+        default=1e9,
+        ge=5e7,
+        le=1e12,
+        description="Bytes a second from a prefill to a decode engine, 5e7 to 1e12, until it has been measured.",
+    )
+    tenants_file: str | None = Field(
+        default=None,
+        description="File that says who the tenants are: their keys, the salt that keeps their KV apart, their rates "
+        "and shares (docs/tenants.md). Instead of api_key_file.",
     )
     warm_pairs: bool = Field(
         default=True,

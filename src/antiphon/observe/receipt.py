@@ -33,6 +33,11 @@ class Receipt:
     engine_request_id: str | None = None
     traceparent: str | None = None
     """The client's field of W3C trace context, as it came."""
+    tenant: str | None = None
+    num_held_tokens: int | None = None
+    """Prompt tokens that the engine was expected to find when the path was chosen by what is where."""
+    chunk_scope: bytes | None = None
+    """By which its cache server's chunks are looked up (``routing.chunk_index.scope_of``); not shown."""
     prefill: str | None = None
     """``host:port`` of the prefill engine."""
     decode: str | None = None

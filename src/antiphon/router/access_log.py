@@ -30,7 +30,7 @@ FIELDS: dict[str, str] = {
     "client_request_id": "the client's `x-request-id`, or null; a longer one than 512 bytes is neither kept nor echoed",
     "trace_id": "the trace id of the client's `traceparent`, or null",
     "route": "the path that was asked",
-    "path": "`pd`, `local`, or empty where none was chosen",
+    "path": "`pd`, `local`, `cached`, or empty where none was chosen",
     "reason": "why that path",
     "stream": "whether the answer was to be streamed",
     "status": "the HTTP status that the client was sent; null where it left before",

@@ -11,10 +11,12 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from antiphon.config.router_spec import RouterSpec
+from antiphon.config.tenant_files import read_tenants
 from antiphon.core.errors import ConfigError, RequestRefused
 from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
 from antiphon.observe.receipt import ReceiptRing
@@ -24,14 +26,20 @@ from antiphon.router.access_log import refused_receipt
 from antiphon.router.admin import Admin
 from antiphon.router.endpoints import METHODS, Endpoints
 from antiphon.router.engines import Engines
+from antiphon.router.entry import Entry, Rooms
 from antiphon.router.inference import Inference
-from antiphon.router.keys import CHALLENGE, client_keys
+from antiphon.router.keys import CHALLENGE, client_keys, unknown_key
 from antiphon.router.refusals import send_refusal
 from antiphon.router.routes import HEALTH_GETS, ROUTES, allowed, check_route, is_admin
+from antiphon.router.tenants import Tenant, TenantKeys, admission
 from antiphon.router.token_reports import TokenReports
 from antiphon.router.warming import Warming
+from antiphon.router.whereabouts import Whereabouts
+from antiphon.routing.admission import ColdAdmission
+from antiphon.routing.cold import AdmissionOptions
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.options import FleetOptions
+from antiphon.routing.placement import PlacementOptions, Placer
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
 from antiphon.transport.http.strand import Activity
@@ -64,9 +72,20 @@ class Router:
         self.engines = Engines(spec, self.fleet)
         self.warming = Warming(spec, self.fleet, self.engines, self.metrics)
         self.endpoints = Endpoints(self.fleet, self.engines, self.warming)
-        self.reports = TokenReports(spec.cache_servers, spec.connect_timeout_s, self.receipts, self.metrics)
+        self.where = Whereabouts(spec, self.fleet, self.engines) if looks_at_tokens(spec) else None
+        self.reports = TokenReports(
+            spec.cache_servers,
+            spec.connect_timeout_s,
+            self.receipts,
+            self.metrics,
+            self.where.learn if self.where is not None else None,
+        )
+        tenants = read_tenants(spec.tenants_file) if spec.tenants_file is not None else None
+        self.cold = ColdAdmission(admission_options(spec)) if spec.kv_bytes_per_token else None
+        self.tenants = admission(tenants) if tenants is not None else None
+        self.entry = self._entry()
         self.admin = Admin(spec, self.fleet, self.engines, self.metrics, self.receipts, self.reports)
-        self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts)
+        self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts, self.entry)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
             header_count_max=spec.header_count_max,
@@ -77,7 +96,7 @@ class Router:
             write_stall_timeout_s=spec.idle_timeout_s,
             connections_max=spec.connections_max,
         )
-        self._keys = client_keys(spec)
+        self._keys = client_keys(spec) if tenants is None else TenantKeys(tenants)
         handler = self.handle if self._keys is None else self._handle_keyed
         self.server = HttpServer(handler, limits, in_strands=True)
         if self._keys is not None:
@@ -95,6 +114,8 @@ class Router:
         port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
         self._watch = asyncio.create_task(self.engines.watch())
         self.reports.start()
+        if self.where is not None:
+            await self.where.start()
         return port
 
     async def stop(self, drain_timeout_s: float | None = None) -> int:
@@ -108,6 +129,8 @@ class Router:
             await asyncio.wait([self._watch])
         await self.warming.stop()
         await self.reports.stop()
+        if self.where is not None:
+            await self.where.stop()
         self.inference.close()
         self.engines.close()
         return cut
@@ -123,21 +146,40 @@ class Router:
                 endpoint.num_ejections,
             )
 
-    def handle(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None] | Activity:
+    def _entry(self) -> Entry | None:
+        """What requests pass before they begin; None where a request's form is all that is looked at."""
+        spec = self.spec
+        placing = PlacementOptions(spec.local_max_tokens, prefill_fallback=spec.prefill_fallback)
+        placer = Placer(self.fleet, placing)
+        is_aware = not {"prefix_aware", "kv_aware"}.isdisjoint(policies(spec))
+        reads_prompts = is_aware or placer.uses_prompts or self.cold is not None
+        if not reads_prompts and self.tenants is None:
+            return None
+        rooms = Rooms(self.tenants, self.cold, self.where, reads_prompts=reads_prompts)
+        return Entry(self.fleet, self.metrics, placer, rooms, time.monotonic)
+
+    def handle(
+        self, request: HttpRequest, responder: Responder, tenant: Tenant | None = None
+    ) -> Coroutine[Any, Any, None] | Activity:
         """Serve one request; returns the work to be run, or what has begun."""
         if request.method == "POST":
             route = ROUTES.get(request.path)
             if route is not None:
-                return self.inference.serve(request, responder, route)
+                return self.inference.serve(request, responder, route, tenant)
         return self._serve_own(request, responder)
 
     def _handle_keyed(self, request: HttpRequest, responder: Responder) -> Coroutine[Any, Any, None] | Activity:
         """The same, where clients need a key. Health is for everybody, and the admin routes have a key of their own."""
-        assert self._keys is not None
-        path = request.path
-        refusal = None
-        if path not in HEALTH_GETS and path not in METHODS and not is_admin(path):
-            refusal = self._keys.refusal(request)
+        keys, path = self._keys, request.path
+        assert keys is not None
+        if path in HEALTH_GETS or path in METHODS or is_admin(path):
+            return self.handle(request, responder)
+        if isinstance(keys, TenantKeys):
+            tenant = keys.find(request)
+            if tenant is not None:
+                return self.handle(request, responder, tenant)
+            return self._refuse_key(request, responder, unknown_key(request))
+        refusal = keys.refusal(request)
         return self.handle(request, responder) if refusal is None else self._refuse_key(request, responder, refusal)
 
     def _may_send(self, request: HttpRequest) -> bool:
@@ -195,14 +237,39 @@ def _methods(path: str) -> tuple[str, ...]:
 def fleet_options(spec: RouterSpec) -> FleetOptions:
     """What the spec says of how engines are picked and judged."""
     return FleetOptions(
-        prefill_policy=spec.prefill_policy or spec.policy,
-        decode_policy=spec.decode_policy or spec.policy,
+        prefill_policy=policies(spec)[0],
+        decode_policy=policies(spec)[1],
         failed_probes_max=spec.health_failures_max,
         failures_max=spec.request_failures_max,
         open_min_s=spec.probe_wait_min_s,
         open_max_s=max(spec.probe_wait_min_s, spec.probe_wait_max_s),
         retry_share=spec.retry_share,
         retry_floor=spec.retry_floor,
+    )
+
+
+def policies(spec: RouterSpec) -> tuple[str, str]:
+    """Of the prefill and of the decode pool."""
+    return spec.prefill_policy or spec.policy, spec.decode_policy or spec.policy
+
+
+def looks_at_tokens(spec: RouterSpec) -> bool:
+    """Whether prompts are looked up by their tokens."""
+    return "kv_aware" in policies(spec) or spec.local_max_tokens > 0
+
+
+def admission_options(spec: RouterSpec) -> AdmissionOptions:
+    """What the spec says of cold requests. The hand-over's time stands for the lease, which is some seconds more."""
+    return AdmissionOptions(
+        kv_bytes_per_token=spec.kv_bytes_per_token,
+        warm_bytes=spec.cold_min_bytes,
+        lane_share=spec.cold_share,
+        lane_share_max=max(0.75, spec.cold_share),
+        cold_per_engine=spec.cold_per_engine,
+        lease_s=spec.handover_timeout_s,
+        queue_max=spec.cold_queue_max,
+        queue_s=spec.cold_queue_timeout_s,
+        rate_bytes_s=spec.transfer_bytes_per_s,
     )
 
 

@@ -14,24 +14,20 @@ Invariant: a flight resolves once, when its life has finished.
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
 from antiphon.observe.receipt import Receipt
-from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.apis import Api
-from antiphon.protocol.body import Body, Buffer
+from antiphon.protocol.body import Body
 from antiphon.protocol.handoff import decode_body
 from antiphon.protocol.prefill_answer import read_prefill_answer
-from antiphon.router.access_log import AccessLog
-from antiphon.router.engines import Engines
+from antiphon.router.desk import Desk
 from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
 from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal, stopping
 from antiphon.router.relay import Relay, WholeAnswer
+from antiphon.router.sending import buffers_of, decode_id, drain_request
 from antiphon.routing.commands import (
     CancelUpstream,
     Command,
@@ -69,29 +65,16 @@ from antiphon.transport.http.message import HttpRequest, HttpResponse, field_lin
 from antiphon.transport.http.server import Responder
 from antiphon.transport.http.strand import Activity
 
+if TYPE_CHECKING:
+    from antiphon.router.entry import Ticket
+
 _STREAMING, _CANCELLED = Stage.STREAMING, Stage.CANCELLED
 _WORDS: Final = {stage: stage.value for stage in Stage}
 """Enum's ``value`` is a call into Python."""
 
-_JOIN_MAX_BYTES: Final = 16_384
-"""A request up to this size is written as one piece, which costs less than several."""
-
 _FROM_THE_ENGINE: Final = -1
 
 Connecting = ProbeDecode | ConnectPrefill | ConnectDecode
-
-
-@dataclass(slots=True)
-class Desk:
-    """What the flights of a router share."""
-
-    engines: Engines
-    metrics: RouterMetrics
-    is_tagged: bool
-    access_log: AccessLog | None
-    flights: set[Flight] = field(default_factory=set)
-    clock: Callable[[], float] = time.monotonic  # uvloop's own clock counts whole milliseconds
-    chance: Callable[[], float] = random.random
 
 
 class Flight(Activity):
@@ -114,6 +97,8 @@ class Flight(Activity):
     refusal: HttpResponse | None = None
     """An engine's own."""
     connecting: asyncio.Task[None] | None = None
+    ticket: Ticket | None = None
+    """What it takes part in beside its life; None where the router looks at a request's form alone."""
     sent_s = 0.0
     """When the prefill request was sent."""
     handed_over_s = 0.0
@@ -140,6 +125,11 @@ class Flight(Activity):
 
     def begin(self, life: Life, body: Body) -> None:
         """The request is valid: serve it."""
+        self.hold(life, body)
+        self.go()
+
+    def hold(self, life: Life, body: Body) -> None:
+        """The request is valid, and waits for :meth:`go` or :meth:`turn_away`; its client may leave before."""
         self.life = life
         self.body = body
         self.desk.flights.add(self)
@@ -147,8 +137,22 @@ class Flight(Activity):
         responder.on_disconnect = self.client_left
         if responder.is_disconnected:  # before this began
             self.client_left()
-        else:
+
+    def go(self) -> None:
+        """Serve it."""
+        if not self.is_resolved:
             self.tell(Received())
+
+    def turn_away(self, refusal: RequestRefused, retry_after_s: int | None = None) -> None:
+        """It is not served now: that is the answer. Instead of :meth:`go`."""
+        if self.is_resolved:
+            return
+        self.receipt.error = refusal.message
+        self.receipt.status = refusal.status
+        self.responder.on_disconnect = None
+        send_refusal(self.responder, refusal, answer_lines(self.receipt), retry_after_s, self.api)
+        self.life.cut()
+        self._close(Stage.FAILED)
 
     def refuse(self, refusal: RequestRefused) -> None:
         """The request is not valid: that is the answer. Instead of :meth:`begin`."""
@@ -255,9 +259,11 @@ class Flight(Activity):
         self.tell(FirstByte(life.attempt))
         if life.stage is not _STREAMING:
             return
-        relay = self.relay
+        relay, ticket = self.relay, self.ticket
         assert relay is not None
         receipt.status = relay.status
+        if ticket is not None:
+            ticket.pulled(life.last_byte_s)
         if relay.is_stream:
             first_s, metrics = life.last_byte_s, self.desk.metrics
             receipt.first_token_ms = (first_s - self.began_s) * 1000
@@ -300,12 +306,17 @@ class Flight(Activity):
     # -- what is commanded ------------------------------------------------------------------------------------------
 
     def _connect(self, command: Connecting) -> None:
-        """An idle connection is used in place; a new one is made in a task."""
-        self.exchange = None
+        """An idle connection is used in place; a new one is made in a task. Not yet where the ticket says so: it then
+        calls :meth:`connect`."""
+        self.exchange = self.connection = None
+        if self.ticket is None or self.ticket.may_connect(command):
+            self.connect(command)
+
+    def connect(self, command: Connecting) -> None:
+        """The same, now."""
         pool = self.desk.engines.pool(command.endpoint)
         connection = pool.acquire_nowait()
         if connection is None:
-            self.connection = None
             self.connecting = asyncio.get_running_loop().create_task(self._make_connection(command))
         else:
             self._connected(command, connection)
@@ -340,7 +351,7 @@ class Flight(Activity):
         desk, receipt, endpoint = self.desk, self.receipt, command.endpoint
         receipt.prefill = address = endpoint.address
         request_id = engine_request_id(command.request_id, address, None, tagged=desk.is_tagged)
-        buffers = self._buffers(endpoint, request_id, self.api.handoff.prefill_body(self.body))
+        buffers = buffers_of(self, endpoint, request_id, self.api.handoff.prefill_body(self.body))
         desk.metrics.engine_requests.count("prefill", address)
         self.sent_s = desk.clock()
         self.exchange = exchange = WholeAnswer(self, connection)
@@ -358,28 +369,19 @@ class Flight(Activity):
             if receipt.path == "pd" and self.life.path == "local":
                 receipt.path, receipt.reason = "local", "prefill_fallback"
                 self.desk.metrics.paths.count("local", "prefill_fallback")
-        request_id = self._decode_id(command.endpoint, command.request_id)
+        request_id = decode_id(self, command.endpoint, command.request_id)
         receipt.engine_request_id = request_id
         self.exchange = self.relay = relay = Relay(self, connection, cached_tokens)
         self.desk.metrics.engine_requests.count("decode", command.endpoint.address)
-        relay.start(self._buffers(command.endpoint, request_id, pieces))
+        relay.start(buffers_of(self, command.endpoint, request_id, pieces))
 
     def _complete_handover(self, command: CompleteHandover) -> None:
-        """Let a decode engine pull the KV, so that it is freed: nobody wants the answer.
-
-        Where an engine pulled it before, this one reads other data: the salt keeps that from ever being found again.
-        """
-        connection, params, endpoint = self.connection, command.handle.value, command.endpoint
-        assert connection is not None and isinstance(params, bytes)
-        fields = self.api.handoff.drain_fields(self.body, params)
-        if command.is_salted:
-            fields["cache_salt"] = b'"antiphon-free-%b"' % self.receipt.id.encode()
-            request_id = f"free-{command.request_id}"
-        else:
-            request_id = self._decode_id(endpoint, command.request_id)
-        self.desk.metrics.engine_requests.count("decode", endpoint.address)
+        """Let a decode engine pull the KV, so that it is freed: nobody wants the answer."""
+        connection = self.connection
+        assert connection is not None
+        self.desk.metrics.engine_requests.count("decode", command.endpoint.address)
         self.exchange = exchange = WholeAnswer(self, connection)
-        exchange.start(self._buffers(endpoint, request_id, self.body.splice(fields)))
+        exchange.start(drain_request(self, command))
 
     def _cancel(self, command: CancelUpstream) -> None:
         self._cancel_upstream()
@@ -433,19 +435,6 @@ class Flight(Activity):
             connection.give_back()
         self.exchange = self.connection = None
 
-    def _decode_id(self, endpoint: Endpoint, request_id: str) -> str:
-        receipt = self.receipt
-        receipt.decode = endpoint.address
-        prefill = receipt.prefill if self.life.handle is not None or receipt.path == "pd" else None
-        return engine_request_id(request_id, prefill, endpoint.address, tagged=self.desk.is_tagged)
-
-    def _buffers(self, endpoint: Endpoint, request_id: str, pieces: Sequence[Buffer]) -> list[Buffer]:
-        """A request to an engine: its head and the pieces of its body, as few as is cheap."""
-        length = sum(map(len, pieces))
-        fields = f"host: {endpoint.address}\r\nx-request-id: {request_id}\r\ncontent-length: {length}\r\n\r\n"
-        head = self.head + fields.encode("latin-1")
-        return [b"".join([head, *pieces])] if length <= _JOIN_MAX_BYTES else [head, *pieces]
-
     def _refused(self, endpoint: Endpoint, response: HttpResponse) -> None:
         self.refusal = response
         self.receipt.error = f"the {endpoint.role} engine answered with {response.status}"
@@ -480,6 +469,9 @@ class Flight(Activity):
         desk.metrics.request_ended(receipt, seconds, now_s - (self.handed_over_s or self.began_s))
         if desk.access_log is not None:
             desk.access_log.write(receipt)
+        if self.ticket is not None:
+            self.ticket.over()
+            self.ticket = None
         if error is None:
             self.resolve(None)
         else:

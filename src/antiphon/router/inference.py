@@ -20,14 +20,18 @@ from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.protocol.body import Body, scan
 from antiphon.router.access_log import AccessLog
+from antiphon.router.desk import Desk
 from antiphon.router.engines import Engines
-from antiphon.router.flight import Desk, Flight
+from antiphon.router.entry import Entry, Ticket
+from antiphon.router.flight import Flight
 from antiphon.router.refusals import handle_refused
 from antiphon.router.routes import Route
+from antiphon.router.tenants import SALT_FIELD, UNSTAMPED, Stamp, Tenant
+from antiphon.routing.ask import Ask
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
 from antiphon.routing.options import LifeOptions
-from antiphon.routing.path import SINGLE_STAGE, choose_path, served_alone
+from antiphon.routing.path import SINGLE_STAGE, PathChoice, choose_path, served_alone
 from antiphon.routing.pickers import affinity_key
 from antiphon.routing.states import OUTCOMES, Stage
 from antiphon.transport.http.message import HttpRequest
@@ -52,6 +56,7 @@ class Inference:
         engines: Engines,
         metrics: RouterMetrics,
         receipts: ReceiptRing,
+        entry: Entry | None = None,
     ) -> None:
         # Read once: the fields of a spec are slow to read.
         self._is_split = spec.vllm_pd_disaggregation
@@ -60,6 +65,7 @@ class Inference:
         self._needs_key = "consistent_hash" in (fleet.options.prefill_policy, fleet.options.decode_policy)
         self._metrics = metrics
         self._receipts = receipts
+        self._entry = entry
         self._random = random.Random()  # ids need to be unique, not secret
         self.access_log = AccessLog() if spec.access_log else None
         self._desk = Desk(engines, metrics, spec.request_id_tag, self.access_log, chance=self._random.random)
@@ -78,8 +84,12 @@ class Inference:
             numbers[flight.life.stage.value] += 1
         return numbers
 
-    def serve(self, request: HttpRequest, responder: Responder, route: Route) -> Flight:
-        """Begin to answer one POST on an inference route."""
+    def serve(self, request: HttpRequest, responder: Responder, route: Route, tenant: Tenant | None = None) -> Flight:
+        """Begin to answer one POST on an inference route.
+
+        Args:
+            tenant: whose request it is; None where there are none.
+        """
         client_id = request.first.get(b"x-request-id")
         receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
         if client_id is not None and len(client_id) <= KEPT_MAX_BYTES:
@@ -89,12 +99,28 @@ class Inference:
             receipt.traceparent = traceparent.decode("latin-1")
         flight = Flight(self._desk, request, responder, receipt, route.api)
         self._receipts.add(receipt)
+        stamp = UNSTAMPED
         try:
-            body, life = self._read(request, receipt, route)
+            body = self._read(request, route)
+            if tenant is not None:
+                receipt.tenant = tenant.name
+                stamp = tenant.stamp(request.path, body)
+                if stamp.fields:
+                    body = _stamped(request, body, stamp, route)
+            choice = self._choose(body, route)
         except RequestRefused as refusal:
             flight.refuse(refusal)
             return flight
-        flight.begin(life, body)
+        receipt.stream = "stream" in body.values and body.get("stream") == b"true"
+        receipt.path, receipt.reason = choice.path, choice.reason
+        key = _key_of(request, body) if self._needs_key else None
+        life = Life(receipt.id, self._fleet, self._options, path=choice.path, ask=Ask(key) if key is not None else None)
+        if self._entry is None:
+            if choice.path == "local":
+                self._metrics.paths.count("local", choice.reason)
+            flight.begin(life, body)
+        else:
+            self._enter(flight, Ticket(self._entry, flight, choice, key, stamp.salt or _salt_of(body)), life, body)
         if self._look is None and not flight.is_resolved:
             self._look = self._loop.call_later(LOOK_INTERVAL_S, self._look_at_deadlines)
         return flight
@@ -106,32 +132,38 @@ class Inference:
         if self.access_log is not None:
             self.access_log.close()
 
-    def _read(self, request: HttpRequest, receipt: Receipt, route: Route) -> tuple[Body, Life]:
-        """Read the body and choose the path.
+    def _enter(self, flight: Flight, ticket: Ticket, life: Life, body: Body) -> None:
+        flight.ticket = ticket
+        flight.hold(life, body)
+        if not flight.is_resolved:
+            ticket.enter()
+
+    def _read(self, request: HttpRequest, route: Route) -> Body:
+        """Read the body.
 
         Raises:
-            RequestRefused: the body cannot be served.
+            RequestRefused: it cannot be served.
         """
         try:
             body = scan(request.body, route.api.handoff.replaced) if route.is_json else Body(request.body, {})
         except ProtocolError as error:
             raise RequestRefused(error.message, code="invalid_json") from None
-        values = body.values
-        receipt.stream = "stream" in values and body.get("stream") == b"true"
-        if "kv_transfer_params" in values and body.get("kv_transfer_params") != b"null":
+        if "kv_transfer_params" in body.values and body.get("kv_transfer_params") != b"null":
             raise handle_refused("kv_transfer_params")
-        choice = SINGLE_STAGE
-        if route.is_split:
-            alone = route.judge(body) if route.judge is not None else None
-            if alone is None:
-                choice = choose_path(values, is_enabled=self._is_split, has_prefill_pool=self._fleet.prefill.is_open)
-            else:
-                choice = served_alone(alone)
-        receipt.path, receipt.reason = choice.path, choice.reason
-        if choice.path == "local":
-            self._metrics.paths.count("local", choice.reason)
-        key = _key_of(request, body) if self._needs_key else None
-        return body, Life(receipt.id, self._fleet, self._options, path=choice.path, key=key)
+        return body
+
+    def _choose(self, body: Body, route: Route) -> PathChoice:
+        """The path that the request's form allows.
+
+        Raises:
+            RequestRefused: none does.
+        """
+        if not route.is_split:
+            return SINGLE_STAGE
+        alone = route.judge(body) if route.judge is not None else None
+        if alone is not None:
+            return served_alone(alone)
+        return choose_path(body.values, is_enabled=self._is_split, has_prefill_pool=self._fleet.prefill.is_open)
 
     def _look_at_deadlines(self) -> None:
         flights = self._desk.flights
@@ -143,6 +175,8 @@ class Inference:
         for flight in [flight for flight in flights if flight.life.deadline_s <= now_s]:
             if not flight.is_resolved:
                 flight.late()
+        if self._entry is not None:
+            self._entry.tick()
 
 
 def life_options(spec: RouterSpec) -> LifeOptions:
@@ -162,3 +196,17 @@ def _key_of(request: HttpRequest, body: Body) -> int | None:
     """What consistent_hash goes by: the session, else the user, else the beginning of the prompt."""
     prompt = body.get("prompt") or body.get("messages") or body.get("input") or body.get("token_ids")
     return affinity_key(request.first.get(SESSION_HEADER), body.get("user"), prompt)
+
+
+def _salt_of(body: Body) -> str:
+    """The client's own salt; empty where there is none."""
+    value = body.get(SALT_FIELD)
+    return value[1:-1].decode("utf-8", "replace") if value is not None and value[:1] == b'"' else ""
+
+
+def _stamped(request: HttpRequest, body: Body, stamp: Stamp, route: Route) -> Body:
+    """The request with its tenant's salt in it, whatever is sent of it to whom."""
+    if SALT_FIELD in body.values:
+        body = scan(request.body, frozenset((SALT_FIELD,)))  # to find where it stands
+    request.body = b"".join(body.splice(stamp.fields))
+    return scan(request.body, route.api.handoff.replaced)

@@ -47,6 +47,16 @@ _WORDS: dict[FailureCode, str] = {
 }
 
 
+_QUEUE_WORDS: dict[str, str] = {
+    "tenant_rate_limited": "this API key has sent more requests than its rate allows",
+    "tenant_token_rate_limited": "this API key has used more tokens than its rate allows",
+    "tenant_concurrency_limited": "this API key has too many requests in progress",
+    "overloaded": "too many requests are in progress",
+    "cold_queue_full": "too many long prompts wait already",
+    "cold_queue_timeout": "the engines were too busy with long prompts to begin this one",
+}
+
+
 def refusal_for(command: RespondError) -> RequestRefused:
     """What the client is told."""
     return RequestRefused(
@@ -76,6 +86,15 @@ def handle_refused(param: str) -> RequestRefused:
         code="kv_transfer_params_refused",
         param=param,
     )
+
+
+def queue_refusal(status: int, code: str) -> RequestRefused:
+    """A request that would have had to wait, or has waited, too long: for its tenant's limits or its admission.
+
+    Args:
+        code: of ``routing.tenants.CODES`` or ``routing.cold.REFUSALS``.
+    """
+    return RequestRefused(_QUEUE_WORDS[code], status=status, kind=KIND_BY_STATUS[status], code=code)
 
 
 def stopping() -> RequestRefused:

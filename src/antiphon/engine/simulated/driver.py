@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from antiphon.core.errors import UpstreamError
@@ -36,6 +36,8 @@ class EngineDriver:
     def __init__(self, engine: SimulatedEngine, client: SideChannelClient) -> None:
         self.engine = engine
         self.metrics = EngineMetrics()
+        self.after_step: Callable[[], None] | None = None
+        """Called whenever the engine may have done something."""
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -68,6 +70,8 @@ class EngineDriver:
 
     def perform(self, effects: list[Effect]) -> None:
         """Do what the engine asks for, and be called again when it has something to do."""
+        if self.after_step is not None:
+            self.after_step()
         for effect in effects:
             if isinstance(effect, Produced):
                 self.metrics.observe_token(effect)

@@ -18,6 +18,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 from antiphon.engine.simulated.tokenizer import NUM_WORDS
 
@@ -62,6 +63,19 @@ def chain_keys(root: int, packed: bytes, block_size_tokens: int) -> list[int]:
     return keys
 
 
+class CacheLog(Protocol):
+    """Hears what the prefix cache gains and loses."""
+
+    def cached(self, key: int) -> None:
+        """A block is found by ``key`` from now on."""
+
+    def forgot(self, key: int) -> None:
+        """No block is found by ``key`` any more."""
+
+    def cleared(self) -> None:
+        """No block is found by any key."""
+
+
 class SimulatedKv:
     """The blocks of one engine.
 
@@ -77,6 +91,7 @@ class SimulatedKv:
         self.num_reserved = 0
         """Free blocks promised to running sequences, so that none needs preemption."""
         self.num_evicted = 0
+        self.log: CacheLog | None = None
         self._contents = [bytes(BLOCK_BYTES)] * num_blocks
         self._references = [0] * num_blocks
         self._keys: list[int | None] = [None] * num_blocks
@@ -148,6 +163,8 @@ class SimulatedKv:
                     self._forget(spare)
                     self._contents[spare] = self._contents[block]
                     self._keys[spare], self._cached[key] = key, spare
+                    if self.log is not None:
+                        self.log.cached(key)
                     self._free.move_to_end(spare)
             self._num_scribbles += 1
             noise = b"scribble %d %d" % (block, self._num_scribbles)
@@ -173,6 +190,8 @@ class SimulatedKv:
             self._forget(block)
             self._cached[key] = block
             self._keys[block] = key
+            if self.log is not None:
+                self.log.cached(key)
 
     def reset_cache(self) -> bool:
         """Forget all cached prefixes, as vLLM only while no block is held; returns whether it did."""
@@ -180,6 +199,8 @@ class SimulatedKv:
             return False
         for block in list(self._cached.values()):
             self._forget(block)
+        if self.log is not None:
+            self.log.cleared()
         return True
 
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -248,6 +269,8 @@ class SimulatedKv:
         if key is not None:
             self._keys[block] = None
             del self._cached[key]
+            if self.log is not None:
+                self.log.forgot(key)
 
     def _state(self, block: int) -> int:
         return int.from_bytes(self._contents[block], "big")

@@ -28,6 +28,7 @@ from typing import Literal
 
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.engine.simulated.kv import KV_BYTES_PER_TOKEN, SimulatedKv, chain_keys, extend, pack, root_state
+from antiphon.engine.simulated.kv_log import KvLog
 from antiphon.engine.simulated.sequence import (
     Effect,
     EngineCounters,
@@ -82,6 +83,11 @@ class SimulatedEngine:
         self._effects: list[Effect] = []
         self._decode_ns = round(spec.decode_token_ms * 1e6)
         self._lease_ns = round(spec.lease_s * 1e9)
+        self._log: KvLog | None = None
+
+    def log_to(self, log: KvLog) -> None:
+        """Tell ``log`` from now on what the prefix cache gains and loses."""
+        self._log = self.kv.log = log
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -308,6 +314,8 @@ class SimulatedEngine:
 
     def _publish_prompt(self, sequence: Sequence) -> None:
         for index in range(sequence.num_cached_tokens // self.kv.block_size_tokens, len(sequence.keys)):
+            if self._log is not None:
+                self._log.describe(sequence, index, sequence.keys[index])
             self.kv.publish(sequence.block_ids[index], sequence.keys[index])
 
     def _decode(self, sequence: Sequence, now_ns: int) -> None:
@@ -322,6 +330,9 @@ class SimulatedEngine:
         kv.compute(sequence.root, sequence.block_ids, position, packed)
         sequence.key_state = extend(sequence.key_state, packed)
         if (position + 1) % kv.block_size_tokens == 0:
+            sequence.keys.append(sequence.key_state)
+            if self._log is not None:
+                self._log.describe(sequence, len(sequence.keys) - 1, sequence.key_state)
             kv.publish(sequence.block_ids[-1], sequence.key_state)
         self._produce(sequence, now_ns)
 

@@ -22,6 +22,8 @@ from antiphon.engine.simulated.driver import EngineDriver
 from antiphon.engine.simulated.faults import Fault, FaultPlan
 from antiphon.engine.simulated.further_requests import read_generate, read_message, read_response
 from antiphon.engine.simulated.generation import Generation, GenerationHooks
+from antiphon.engine.simulated.kv_events import KvEventsOptions, KvPublisher
+from antiphon.engine.simulated.kv_log import KvLog
 from antiphon.engine.simulated.machine import EngineOptions, SimulatedEngine
 from antiphon.engine.simulated.metrics import CONTENT_TYPE
 from antiphon.engine.simulated.requests import Body, GenerationRequest, RequestReader, parse_body, read_remote
@@ -53,6 +55,7 @@ class ServerOptions:
         host, port: where the HTTP API listens; port 0 is any free one.
         side_channel_host: where decode engines find the side channel, and where it listens.
         side_channel_port: 0 is any free one.
+        kv_events: where its KV events are published; None for nowhere.
     """
 
     engine: EngineOptions
@@ -62,6 +65,7 @@ class ServerOptions:
     port: int = 0
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 0
+    kv_events: KvEventsOptions | None = None
 
 
 class SimulatedServer:
@@ -73,6 +77,12 @@ class SimulatedServer:
         identity = ReaderIdentity(options.engine.model_name, engine.kv.block_size_tokens)
         self.driver = EngineDriver(engine, SideChannelClient(identity))
         self.engine = engine
+        self.publisher: KvPublisher | None = None
+        if options.kv_events is not None:
+            log = KvLog(secrets.token_bytes(16), engine.kv.block_size_tokens)
+            self.publisher = KvPublisher(options.kv_events, log)
+            engine.log_to(log)
+            self.driver.after_step = self.publisher.flush
         self.faults = FaultPlan()
         self.http = HttpServer(self.handle, HttpLimits())
         self.side_channel = HttpServer(SideChannelServer(engine, options.engine_id, self.driver.perform).handle)
@@ -128,6 +138,8 @@ class SimulatedServer:
         self.http.close()
         self.side_channel.close()
         self.driver.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     # -- inference --------------------------------------------------------------------------------------------------
 
@@ -268,7 +280,10 @@ class SimulatedServer:
         responder.send(200, _JSON_HEADERS, encode({"prompt": decode(tokens)}))
 
     async def _reset_prefix_cache(self, _request: HttpRequest, responder: Responder) -> None:
-        responder.send(200, _JSON_HEADERS, encode({"success": self.engine.kv.reset_cache()}))
+        success = self.engine.kv.reset_cache()
+        if self.publisher is not None:
+            self.publisher.flush()
+        responder.send(200, _JSON_HEADERS, encode({"success": success}))
 
     async def _health(self, _request: HttpRequest, responder: Responder) -> None:
         fault = self.faults.take_health()

@@ -1,0 +1,366 @@
+"""What a request passes before it begins, and what it takes part in until it ends, where the router is told to look
+further than at its form: its tenant's limits, its tokens, what is where, the admission of large cold prompts.
+
+In this order:
+
+1. its tenant's rate, concurrency and share (``routing.tenants``): it may wait;
+2. its tokens, where they are wanted (``whereabouts``): it waits some milliseconds at most;
+3. its path (``routing.placement``);
+4. cold-transfer admission (``routing.admission``), for the path ``pd``: it may wait;
+5. it begins.
+
+Owns the order in which requests that waited go on: one after the other, never from inside another request, however many
+the end of one makes room for. Decides nothing.
+
+Invariants: a ticket is over once, and leaves nothing behind at whatever step its client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.router.prompts import Prompts
+from antiphon.router.refusals import queue_refusal
+from antiphon.routing.admission import ColdAdmission
+from antiphon.routing.ask import Ask, Prompt
+from antiphon.routing.cold import Admit, ColdItem, ColdStage, Refuse, Wait
+from antiphon.routing.commands import ConnectDecode, ConnectPrefill, ProbeDecode
+from antiphon.routing.endpoint import Endpoint
+from antiphon.routing.fleet import Fleet
+from antiphon.routing.path import SINGLE_STAGE, PathChoice
+from antiphon.routing.placement import Placer
+from antiphon.routing.tenants import Refuse as TenantRefuse
+from antiphon.routing.tenants import Tenants
+from antiphon.routing.tenants import Wait as TenantWait
+
+if TYPE_CHECKING:
+    from antiphon.router.flight import Flight
+    from antiphon.router.whereabouts import Whereabouts
+
+_OUTPUT_TOKENS: Final = 256
+"""What an answer is taken to cost a tenant where the request sets no limit."""
+_OUTPUT_MAX_TOKENS: Final = 1 << 20
+
+
+class Entry:
+    """The way in of one router.
+
+    Args:
+        fleet: whose policies the requests go by.
+        metrics: paths are counted here, once they are known.
+        placer: decides paths.
+        cold: None where nothing is admitted by bytes.
+        tenants: None where there are none.
+        where: None where nobody wants to know more than prefixes.
+        clock: seconds, of the fleet too.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        placer: Placer,
+        rooms: Rooms,
+        clock: Callable[[], float],
+    ) -> None:
+        self.fleet = fleet
+        self.metrics = metrics
+        self.placer = placer
+        self.cold = rooms.cold
+        self.tenants = rooms.tenants
+        self.where = rooms.where
+        self.clock = clock
+        self.prompts = Prompts()
+        self.reads_prompts = rooms.reads_prompts
+        self._going: deque[Callable[[], None]] = deque()
+        self._is_going = False
+        if self.cold is not None:
+            self._note_pools()
+            for pool in (fleet.prefill, fleet.decode):
+                pool.when_changed(lambda endpoint, before: self._note_pools())
+                pool.when_gone(self._gone)
+                pool.when_restarted(self._gone)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to begin."""
+        num = self.tenants.num_waiting if self.tenants is not None else 0
+        return num + (self.cold.num_waiting if self.cold is not None else 0)
+
+    def tick(self) -> None:
+        """Time has passed; called some forty times a second while any request is in progress."""
+        now_s = self.clock()
+        if self.tenants is not None and self.tenants.num_waiting:
+            changes = self.tenants.tick(now_s)
+            for item in changes.admitted:
+                assert isinstance(item, Ticket)
+                self._going.append(item.admitted)
+            for item, refusal in changes.refused:
+                assert isinstance(item, Ticket)
+                item.refuse(refusal.status, refusal.code, refusal.retry_after_s)
+        self.look_at_cold()
+        self.run()
+
+    def look_at_cold(self) -> None:
+        """Something has changed that cold requests may wait for."""
+        if self.cold is None:
+            return
+        for item in self.cold.tick(self.clock()):
+            ticket = item.tag
+            assert isinstance(ticket, Ticket)
+            answer = item.answer
+            if isinstance(answer, Refuse):
+                ticket.refuse(answer.status, answer.code, answer.retry_after_s)
+            elif item.stage is ColdStage.PREFILLING:
+                self._going.append(ticket.begin)
+            else:
+                self._going.append(ticket.connect)
+
+    def left(self, ticket: Ticket, num_tokens: int | None) -> None:
+        """A ticket is over.
+
+        Args:
+            num_tokens: what it cost in the end; None where that is not known.
+        """
+        if self.tenants is not None:
+            for item in self.tenants.leave(ticket, self.clock(), num_tokens):
+                assert isinstance(item, Ticket)
+                self._going.append(item.admitted)
+        self.look_at_cold()
+        self.run()
+
+    def run(self) -> None:
+        """Let those go on that may; from inside one of them it does nothing, since its turn is not over."""
+        if self._is_going:
+            return
+        self._is_going = True
+        going = self._going
+        try:
+            while going:
+                going.popleft()()
+        finally:
+            self._is_going = False
+
+    def _note_pools(self) -> None:
+        assert self.cold is not None
+        self.cold.set_prefills(self.fleet.prefill.ready)
+        self.cold.set_decodes(self.fleet.decode.ready)
+
+    def _gone(self, endpoint: Endpoint) -> None:
+        assert self.cold is not None
+        self.cold.forget(endpoint)
+
+
+class Rooms:
+    """What of the entry is used; None is not."""
+
+    def __init__(
+        self, tenants: Tenants | None, cold: ColdAdmission | None, where: Whereabouts | None, *, reads_prompts: bool
+    ) -> None:
+        self.tenants = tenants
+        self.cold = cold
+        self.where = where
+        self.reads_prompts = reads_prompts
+
+
+class Ticket:
+    """What one request takes part in.
+
+    Args:
+        entry: shared.
+        flight: the request, held.
+        choice: the path that its form allows.
+        key: for consistent_hash.
+        salt: under which engines look for its KV; empty where there is none.
+    """
+
+    item: ColdItem | None = None
+    prompt: Prompt | None = None
+    asking: asyncio.Task[None] | None = None
+    held: ConnectDecode | None = None
+    """Not to be connected yet."""
+    is_over = False
+
+    def __init__(self, entry: Entry, flight: Flight, choice: PathChoice, key: int | None, salt: str) -> None:
+        self.entry = entry
+        self.flight: Flight | None = flight
+        self.choice = choice
+        self.ask = Ask(key)
+        self.salt = salt
+
+    def enter(self) -> None:
+        """The first step."""
+        entry, flight = self.entry, self.flight
+        assert flight is not None
+        tenant = flight.receipt.tenant
+        if entry.reads_prompts and self.choice is not SINGLE_STAGE:
+            self.prompt = self.ask.prompt = entry.prompts.read(flight.body, self.salt)
+        tenants = entry.tenants
+        if tenants is not None and tenant is not None:
+            verdict = tenants.offer(self, tenant, self._cost(), entry.clock())
+            if isinstance(verdict, TenantRefuse):
+                self.refuse(verdict.status, verdict.code, verdict.retry_after_s)
+                return
+            if isinstance(verdict, TenantWait):
+                return
+        self.admitted()
+        entry.run()
+
+    def admitted(self) -> None:
+        """Its tenant's limits let it go on."""
+        flight, where, prompt = self.flight, self.entry.where, self.prompt
+        if flight is None:
+            return
+        if where is not None and prompt is not None:
+            where.know(flight.receipt, flight.body, prompt, self.salt)
+            question = where.question(flight.request.path, flight.body, prompt)
+            if question is not None:
+                self.asking = asyncio.get_running_loop().create_task(self._ask(question))
+                return
+        self._place()
+
+    def refuse(self, status: int, code: str, retry_after_s: int) -> None:
+        """It is not served now."""
+        flight = self.flight
+        if flight is not None:
+            flight.turn_away(queue_refusal(status, code), retry_after_s)
+
+    def begin(self) -> None:
+        """Nothing is in its way any more."""
+        flight, item = self.flight, self.item
+        if flight is None:
+            return
+        cold = self.entry.cold
+        if cold is not None and item is not None:
+            self.ask.shunned = cold.avoid_for(item)
+        flight.go()
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def may_connect(self, command: ProbeDecode | ConnectPrefill | ConnectDecode) -> bool:
+        """Whether the flight connects now; else :meth:`connect` follows."""
+        cold, item, flight = self.entry.cold, self.item, self.flight
+        if cold is None or item is None or flight is None:
+            return True
+        now_s = self.entry.clock()
+        if type(command) is ConnectPrefill:
+            cold.prefill_chosen(item, command.endpoint, now_s)
+        elif type(command) is ConnectDecode and flight.life.handle is not None:
+            answer = cold.prefill_answered(item, command.endpoint, now_s, self._num_to_pull())
+            if isinstance(answer, Wait):
+                self.held = command
+                flight.life.connect_by(answer.until_s)
+                return False
+            self.pull_began_s = now_s
+        return True
+
+    pull_began_s = 0.0
+
+    def connect(self) -> None:
+        """What was held goes on, if it is still wanted."""
+        flight, command = self.flight, self.held
+        self.held = None
+        if flight is not None and command is not None and flight.life.attempt == command.attempt:
+            self.pull_began_s = self.entry.clock()
+            flight.connect(command)
+
+    def pulled(self, now_s: float) -> None:
+        """The decode engine has begun its answer: it has the KV."""
+        cold, item = self.entry.cold, self.item
+        if cold is not None and item is not None and self.pull_began_s:
+            cold.pulled(item, item.pull_bytes, max(0.0, now_s - self.pull_began_s), now_s)
+            self.entry.look_at_cold()
+            self.entry.run()
+
+    def over(self) -> None:
+        """The request has ended, however."""
+        flight = self.flight
+        if flight is None:
+            return
+        self.flight = None
+        entry, receipt = self.entry, flight.receipt
+        if self.asking is not None:
+            self.asking.cancel()
+        if entry.cold is not None and self.item is not None:
+            entry.cold.leave(self.item, entry.clock())
+        num_tokens = None
+        if receipt.prompt_tokens is not None:
+            num_tokens = receipt.prompt_tokens + receipt.num_events
+            if self.prompt is not None:
+                entry.prompts.learn(flight.body, self.prompt, receipt.prompt_tokens)
+        entry.left(self, num_tokens)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, question: bytes) -> None:
+        where, prompt = self.entry.where, self.prompt
+        assert where is not None and prompt is not None
+        await where.tokenize(question, prompt)
+        self.asking = None
+        self._place()
+        self.entry.run()
+
+    def _place(self) -> None:
+        """Its path; then it begins, or waits for its admission."""
+        entry, flight, prompt, where = self.entry, self.flight, self.prompt, self.entry.where
+        if flight is None:
+            return
+        now_s = entry.clock()
+        if where is not None and prompt is not None:
+            by_engine, by_server = where.held(flight.receipt, prompt)
+            placement = entry.placer.place(prompt, self.choice, now_s, by_engine, by_server)
+        else:
+            placement = entry.placer.place(prompt, self.choice, now_s)
+        choice, receipt, life = placement.choice, flight.receipt, flight.life
+        receipt.path, receipt.reason = choice.path, choice.reason
+        life.path = choice.path
+        life.ask = self.ask
+        if choice.path != "pd":
+            entry.metrics.paths.count(choice.path, choice.reason)
+            self.ask.preferred = placement.preferred
+            self.ask.num_matched_tokens = placement.num_held_tokens
+            receipt.num_held_tokens = placement.num_held_tokens or None
+            self.begin()
+            return
+        cold = entry.cold
+        if cold is not None and prompt is not None:
+            num_cached = where.most_held(prompt) if where is not None else self._guess()
+            item = ColdItem(max(0, prompt.num_tokens - num_cached), prompt.num_tokens, len(flight.body.raw), tag=self)
+            self.item = item
+            answer = cold.offer(item, now_s)
+            if isinstance(answer, Refuse):
+                self.refuse(answer.status, answer.code, answer.retry_after_s)
+                return
+            if isinstance(answer, Wait):
+                return
+            assert isinstance(answer, Admit)
+        self.begin()
+
+    def _guess(self) -> int:
+        """Tokens of the prompt that some prefill engine holds, by what was sent."""
+        prompt = self.prompt
+        assert prompt is not None
+        held = self.entry.fleet.prefixes.match(prompt, "prefill")
+        return prompt.num_tokens * max(held.values(), default=0) // max(1, len(prompt.data))
+
+    def _num_to_pull(self) -> int | None:
+        flight = self.flight
+        assert flight is not None
+        return flight.receipt.prompt_tokens
+
+    def _cost(self) -> int:
+        """Tokens that the request is expected to be."""
+        flight, prompt = self.flight, self.prompt
+        assert flight is not None
+        num_prompt = prompt.num_tokens if prompt is not None else len(flight.body.raw) // 4
+        num_output = _OUTPUT_TOKENS
+        for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+            value = flight.body.get(key)
+            if value is not None and value.isdigit() and len(value) < 10:
+                num_output = min(int(value), _OUTPUT_MAX_TOKENS)
+                break
+        return max(1, num_prompt + num_output)
