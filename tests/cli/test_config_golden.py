@@ -20,7 +20,8 @@ from click.testing import CliRunner
 
 from antiphon.cli.main import main
 from antiphon.config.compile import Compiled
-from antiphon.config.facts import HostFacts, InterpreterFacts, ModelFacts, interpreter_key
+from antiphon.config.facts import HostFacts, InterpreterFacts, interpreter_key
+from antiphon.config.model_facts import ModelFacts
 from tests.config.facts_for_tests import GOOD_INTERPRETER, LAPTOP, facts_of
 
 FOLDER = Path(__file__).parents[1] / "config" / "golden"

@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.cli.main import main
 from antiphon.cli.router import router
-from antiphon.cli.vllm_router_flags import FLAGS, POLICIES, Flag, flag_table, translate
+from antiphon.cli.vllm_router_flags import FLAGS, POLICIES, SAME_POLICIES, Flag, flag_table, translate
 from antiphon.config.router_spec import Policy, RouterSpec
 from tests.cli.test_config_flags import router as parsed
 
@@ -142,6 +142,31 @@ def test_policy_of_vllm_router_names_the_nearest(policy: str) -> None:
             translate(args)
     assert policy not in get_args(Policy)
     assert any(name in POLICIES[policy] for name in get_args(Policy))
+
+
+@pytest.mark.parametrize("policy", SAME_POLICIES)
+def test_policy_of_vllm_router_for_which_one_of_ours_stands(policy: str) -> None:
+    ours, how = SAME_POLICIES[policy]
+    assert policy not in get_args(Policy)
+    for args in (["--policy", policy], [f"--prefill-policy={policy}"], ["--decode_policy", policy.replace("_", "-")]):
+        done = translate([*args, "--port", "1"])
+        flag = args[0].partition("=")[0].replace("_", "-")
+        assert done.args == [flag, ours, "--port", "1"]
+        assert done.notices == [f"{flag} {policy} became {flag} {ours}: {how}"]
+        _, spec = parsed("--decode", "http://h:1", *done.args)
+        assert spec is not None
+        assert getattr(spec, flag.removeprefix("--").replace("-", "_")) == ours
+
+
+def test_kv_aware_is_the_same_word() -> None:
+    done = translate(["--policy", "kv_aware", "--kv-event-source", "tcp://h:5557"])
+    assert done.args == ["--policy", "kv_aware"]
+    assert "--kv-events-port" in done.notices[0]
+    assert "docs/kv-routing.md" in done.notices[0]
+
+
+def test_a_policy_that_is_missing() -> None:
+    assert translate(["--policy"]).args == ["--policy"]  # for the parser to refuse
 
 
 def test_a_value_that_is_missing() -> None:

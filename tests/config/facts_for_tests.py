@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from antiphon.config.compile import Compiled, compile_all
-from antiphon.config.facts import HostFacts, InterpreterFacts, ModelFacts, interpreter_key
+from antiphon.config.facts import HostFacts, InterpreterFacts, interpreter_key
 from antiphon.config.hosts import is_loopback
 from antiphon.config.load import load_spec
+from antiphon.config.model_facts import ModelFacts
 from antiphon.config.resolve import Machine
 
 LAPTOP = Machine(cores=4, has_cuda=False)

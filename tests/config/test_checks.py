@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.config.checks import run_checks
-from antiphon.config.facts import InterpreterFacts, ModelFacts
+from antiphon.config.facts import InterpreterFacts
+from antiphon.config.model_facts import ModelFacts
+from antiphon.config.problems import Problem
 from antiphon.core.memory import KEPT_FREE_BYTES
 from tests.config.facts_for_tests import GPU_HOST, LAPTOP, compiled_from, facts_of
 
@@ -25,6 +27,11 @@ def fields(sets: dict[str, Any], *, machine: Any = LAPTOP, is_running: bool = Fa
     compiled = compiled_from(sets, machine)
     report = run_checks(compiled, facts_of(compiled, **facts), is_running=is_running)
     return [problem.field for problem in report.problems]
+
+
+def problems(sets: dict[str, Any], **facts: Any) -> tuple[Problem, ...]:
+    compiled = compiled_from(sets)
+    return run_checks(compiled, facts_of(compiled, **facts)).problems
 
 
 def test_the_default_spec_works_on_a_quiet_host() -> None:
@@ -208,8 +215,24 @@ def test_only_a_word_publishes_the_router() -> None:
     assert fields(public) == ["router.host"]
     assert fields(public | {"router.public_without_key": True}) == []
     assert fields(public | {"router.api_key_file": "/etc/keys"}) == []
+    assert fields(public | {"router.tenants_file": "/etc/tenants.yaml"}) == []
     # The key is for the admin routes; inference would be open all the same.
     assert fields(public | {"router.admin_key_file": "/etc/key"}) == ["router.host"]
+
+
+def test_clients_keys_have_one_source() -> None:
+    sets = {"engine.kind": "simulated", "router.tenants_file": "/etc/tenants.yaml"}
+    assert fields(sets) == []
+    both = sets | {"router.api_key_file": "/etc/keys"}
+    assert fields(both) == ["router.api_key_file"]
+    (problem,) = problems(both)
+    assert problem.fix == "remove it, and name the file in api_key_files of a tenant"
+
+
+def test_a_file_of_tenants_is_reported_problem_by_problem() -> None:
+    sets = {"engine.kind": "simulated", "router.tenants_file": "/etc/tenants.yaml"}
+    wrong = tuple(Problem(f"/etc/tenants.yaml: tenants[{number}].weight", "is", "do") for number in range(2))
+    assert problems(sets, tenants_problems=wrong) == wrong
 
 
 def test_a_router_elsewhere_cannot_reach_loopback() -> None:

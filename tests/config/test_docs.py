@@ -13,11 +13,13 @@ from antiphon.config.knobs import knobs
 from antiphon.config.load import load_spec
 from antiphon.config.reference import reference
 from antiphon.config.spec import Spec
+from antiphon.config.tenant_files import read_tenants
 from tests.config.facts_for_tests import GPU_HOST, LAPTOP, facts_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 SHAPES: dict[str, tuple[Any, list[str]]] = {
+    "aware": (GPU_HOST, ["127.0.0.1"] * 5),
     "laptop-cpu": (LAPTOP, ["127.0.0.1"] * 5),
     "one-node-two-gpus": (GPU_HOST, ["127.0.0.1"] * 3),
     "shared-cache": (LAPTOP, ["127.0.0.1"] * 4),
@@ -47,8 +49,20 @@ def test_examples_work(path: Path) -> None:
     machine, hosts = SHAPES[path.stem]
     compiled = compile_all(load_spec(path), machine)
     assert [plan.host for plan in compiled.plans] == hosts
-    report = run_checks(compiled, facts_of(compiled))
+    report = run_checks(compiled, facts_of(compiled, num_cuda_devices=4))
     assert report.problems == ()
+
+
+def test_tenants_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys = tmp_path / ".config" / "antiphon" / "keys"
+    keys.mkdir(parents=True)
+    for name in ("search", "batch"):
+        (keys / name).write_text(f"key-of-{name}\n")
+    named = load_spec(ROOT / "examples" / "aware.yaml").router.tenants_file
+    assert named is not None
+    table = read_tenants(str(ROOT / named))
+    assert [entry.spec.name for entry in table.tenants] == ["search", "batch"]
 
 
 def test_every_example_is_known_here() -> None:

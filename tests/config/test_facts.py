@@ -12,6 +12,7 @@ import pytest
 
 from antiphon.config import cuda, facts, resolve
 from antiphon.config.hosts import is_loopback, is_this_machine
+from antiphon.config.model_facts import ModelFacts
 from tests.config.facts_for_tests import compiled_from
 
 
@@ -109,11 +110,14 @@ def test_model_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"y" * 5000)
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
     found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": str(tmp_path)})).model
-    assert found == facts.ModelFacts(is_folder=True, num_bytes=1000, saved_dtype="bfloat16")
+    assert found == ModelFacts(is_folder=True, num_bytes=1000, saved_dtype="bfloat16")
     assert (found.weight_bytes("auto"), found.weight_bytes("float32")) == (1000, 2000)
     (tmp_path / "config.json").write_text("not JSON")
     found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": str(tmp_path)})).model
     assert found.weight_bytes("float32") == 1000
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "nowhere")
+    found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": str(tmp_path)})).model
+    assert (found.is_folder, found.num_bytes) == (True, 0)
     for path, is_folder in ((str(tmp_path / "absent"), False), ("org/model", True), ("a/b/c", False)):
         found = facts.gather_facts(compiled_from({"engine.device": "cpu", "model.path": path})).model
         assert (found.is_folder, found.num_bytes) == (is_folder, 0)
@@ -137,6 +141,23 @@ def test_files_with_keys(tmp_path: Path, name: str) -> None:
     assert error(key) == f"{key}: line 1 is no key"
     key.write_text("one\n# and\n two \n")
     assert error(key) == (None if name == "api_key_file" else f"{key} has 2 keys")
+
+
+def test_a_file_of_tenants(tmp_path: Path) -> None:
+    def problems(**sets: str) -> list[str]:
+        compiled = compiled_from({"engine.kind": "simulated", "router.tenants_file": str(path), **sets})
+        return [f"{each.field}: {each.message}" for each in facts.gather_facts(compiled).tenants_problems]
+
+    path = tmp_path / "tenants.yaml"
+    assert [found.partition(": ")[0] for found in problems()] == ["router.tenants_file"]
+    elsewhere = {"router.host": "192.0.2.7", "prefill.hosts": "[192.0.2.1]", "decode.hosts": "[192.0.2.2]"}
+    assert problems(**elsewhere) == [], "the file is on the router's host"
+    path.write_text("tenants: [{name: a, api_key_files: [a.keys], weight: 0}, {name: b, api_key_files: [b.keys]}]")
+    (tmp_path / "b.keys").write_text("sk-b")
+    (found,) = problems()
+    assert found.startswith(f"{path}: tenants[0].weight: ")
+    path.write_text("tenants: [{name: b, api_key_files: [b.keys]}]")
+    assert problems() == []
 
 
 @pytest.mark.parametrize(

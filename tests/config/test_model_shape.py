@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from antiphon.config.checks import run_checks
-from antiphon.config.facts import ModelFacts, gather_facts
+from antiphon.config.facts import gather_facts
+from antiphon.config.model_facts import ModelFacts
 from antiphon.config.model_shape import kv_values_per_token, longest_request_tokens
 from tests.config.facts_for_tests import compiled_from, facts_of
 

@@ -21,6 +21,9 @@ NAMES = {
     "active_requests",
     "client_connections",
     "key_refusals",
+    "tenant_salt_refused",
+    "held_tokens_expected",
+    "held_tokens_found",
     "connect_seconds",
     "prefill_seconds",
     "handover_seconds",
@@ -70,6 +73,17 @@ def test_counters_count_by_label() -> None:
     assert found["antiphon_router_engine_state", (*engine, ("state", "down"))] == 1
     assert found["antiphon_router_retries_total", (("kind", "prefill"),)] == 4
     assert found["antiphon_router_handovers_abandoned_total", ()] == 2
+
+
+def test_expected_tokens_are_held_against_those_found() -> None:
+    metrics = RouterMetrics()
+    metrics.held("pd", 100, 40)
+    metrics.held("pd", 100, 250)  # more than was expected of it: what was expected was there
+    metrics.held("cached", 7, 0)
+    found = samples(metrics)
+    for path, numbers in {"pd": (200, 140), "cached": (7, 0)}.items():
+        for name, number in zip(("expected", "found"), numbers, strict=True):
+            assert found[f"antiphon_router_held_tokens_{name}_total", (("path", path),)] == number
 
 
 def test_durations_fall_into_every_bucket_from_theirs_on() -> None:

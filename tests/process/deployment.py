@@ -34,10 +34,10 @@ model: {{path: simulated, served_name: m}}
 engine:
   kind: simulated
   simulated: {{prefill_overhead_ms: 4, decode_token_ms: 4}}
-prefill: {{replicas: 2, port: {p}, side_channel_port: {p_side}}}
-decode: {{replicas: 2, port: {d}, side_channel_port: {d_side}}}
+prefill: {{replicas: 2, port: {p}, side_channel_port: {p_side}, kv_replay_port: {p_replay}}}
+decode: {{replicas: 2, port: {d}, side_channel_port: {d_side}, kv_replay_port: {d_replay}}}
 handoff: {{lease_s: {lease_s}}}
-router: {{port: {router}, health_interval_s: 0.2, health_timeout_s: 1.0}}
+router: {{port: {router}, health_interval_s: 0.2, health_timeout_s: 1.0, {knobs}}}
 supervisor:
   state_dir: {state_dir}
   stop_grace_s: 5
@@ -77,16 +77,17 @@ class Deployment:
         folder: for the spec, the state and the output.
         preexec: runs in the child before the program.
         sections: further sections of the spec, as YAML.
+        knobs: further ones of the router, as in a flow mapping of YAML.
     """
 
-    def __init__(self, folder: Path, preexec: Callable[[], None], sections: str = "") -> None:
+    def __init__(self, folder: Path, preexec: Callable[[], None], sections: str = "", knobs: str = "") -> None:
         self.name = f"k{os.getpid()}-{random.randrange(10**6)}"
         self.state_dir = folder / "state"
         self.router_port = quiet_ports(1)
         ports = {"p": quiet_ports(2), "d": quiet_ports(2), "router": self.router_port}
-        sides = {"p_side": quiet_ports(2), "d_side": quiet_ports(2)}
+        sides = {name: quiet_ports(2) for name in ("p_side", "d_side", "p_replay", "d_replay")}
         self.spec = folder / "antiphon.yaml"
-        text = SPEC.format(name=self.name, state_dir=self.state_dir, lease_s=LEASE_S, **ports, **sides)
+        text = SPEC.format(name=self.name, state_dir=self.state_dir, lease_s=LEASE_S, knobs=knobs, **ports, **sides)
         self.spec.write_text(text + sections)
         argv = [sys.executable, "-m", "antiphon", "up", "--config", str(self.spec), "--quiet-logs"]
         self.output = folder / "up.log"

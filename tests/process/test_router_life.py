@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from antiphon.cli.router import router as router_command
 from tests.engine.simulated_processes import EngineProcess
+from tests.router.served import tenants_file
 from tests.router.stack import Answer, RouterProcess, quiet_ports, raw_request, read_answer, text_of, urls, wait_for
 
 pytestmark = pytest.mark.process
@@ -170,6 +171,31 @@ def test_port_that_is_taken() -> None:
     assert "Traceback" not in said
 
 
+def test_port_for_kv_events_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        argv = [sys.executable, "-m", "antiphon", "router", "--decode", "http://127.0.0.1:9", "--port", "0"]
+        argv += ["--policy", "kv_aware", "--kv-events-port", str(port)]
+        ran = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    assert ran.returncode == 1
+    assert f"cannot listen for KV events on 127.0.0.1:{port}" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_what_surprises_is_said_at_the_start(decode: EngineProcess, start_router: Start, tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, {"name": "a"})
+    flags = ["--policy", "kv_aware", "--host", "0.0.0.0", "--tenants-file", path]
+    router = start_router(*urls([decode], "decode"), *flags)
+    assert "kv_aware acts as prefix_aware without kv_events_port" in router.log
+    assert "without client keys" not in router.log
+    assert router.complete("x", 1).status == 401
+    answer = router.ask("POST", "/v1/completions", {"prompt": "x"}, headers={"Authorization": "Bearer sk-a"})
+    assert answer.status == 200
+    assert "sk-a" not in router.log
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -179,10 +205,15 @@ def test_port_that_is_taken() -> None:
         (["--decode", "http://127.0.0.1"], "has no port"),
         (["--decode", "https://127.0.0.1:9"], "write http://HOST:PORT"),
         (["--decode", "http://127.0.0.1:9", "--port", "70000"], "--port"),
-        (["--decode", "http://127.0.0.1:9", "--policy", "cache_aware"], "--policy"),
+        (["--decode", "http://127.0.0.1:9", "--policy", "sticky_least_loaded"], "--policy"),
         (["--decode", "http://127.0.0.1:9", "--idle-timeout-s", "0"], "--idle-timeout-s"),
         (["--decode", "http://127.0.0.1:9", "--no-such-flag"], "--no-such-flag"),
         (["--decode", "http://127.0.0.1:9", "--admin-key-file", "/nonexistent/key"], "cannot be read"),
+        (["--decode", "http://127.0.0.1:9", "--tenants-file", "/nonexistent/tenants"], "router.tenants_file"),
+        (
+            ["--decode", "http://127.0.0.1:9", "--tenants-file", "/t", "--api-key-file", "/k"],
+            "api_key_files of a tenant",
+        ),
     ],
 )
 def test_flags_that_cannot_work(flags: list[str], words: str) -> None:

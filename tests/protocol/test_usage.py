@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from antiphon.protocol.usage import with_cache_read, with_cached_tokens, with_cached_tokens_at_end
+from antiphon.protocol.usage import output_tokens, with_cache_read, with_cached_tokens, with_cached_tokens_at_end
 
 USAGE = (
     '"usage":{"prompt_tokens":64,"total_tokens":80,"prompt_tokens_details":{"cached_tokens":63},"completion_tokens":16}'
@@ -96,3 +96,19 @@ def test_of_a_whole_message_the_last_usage_is_meant() -> None:
     body = f'{{"content":[{tool}],"usage":{{"input_tokens":1,"output_tokens":3,"cache_read_input_tokens":9}}}}'
     changed = with_cache_read(body.encode(), 4).decode()
     assert changed == body.replace('"input_tokens":1,"output', '"input_tokens":6,"output').replace(":9}", ":4}")
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        (b'{"choices":[{"text":"\\"completion_tokens\\":9"}],%b}' % USAGE.encode(), 16),
+        (b'{"usage": {"input_tokens": 9, "output_tokens" : 8}}', 8),
+        (b'{"usage":{"completion_tokens":null}}', None),
+        (b'{"usage":{"completion_tokens":99999999999}}', None),
+        (b'{"choices":[{"text":"\\"completion_tokens\\":9"}]}', None),
+        (b"", None),
+    ],
+)
+def test_tokens_of_a_whole_answer(body: bytes, number: int | None) -> None:
+    for form in (body, bytearray(body), memoryview(body)):
+        assert output_tokens(form) == number

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from antiphon.config.kv_events import kv_events_config
 from antiphon.engine.vllm import EngineMetrics, parse_metrics
 
 START_TIMEOUT_S = 400.0
@@ -36,8 +37,14 @@ engine:
     enable-auto-tool-choice: true
     tool-call-parser: hermes
     enable-scale-out: true
-prefill: {{port: {prefill}, side_channel_port: {prefill_side}}}
-decode: {{port: {decode}, side_channel_port: {decode_side}}}
+prefill:
+  port: {prefill}
+  side_channel_port: {prefill_side}
+  args: {{kv-events-config: '{prefill_events}'}}
+decode:
+  port: {decode}
+  side_channel_port: {decode_side}
+  args: {{kv-events-config: '{decode_events}'}}
 handoff: {{lease_s: {lease_s}}}
 cache: {{shared: true, l1_size_bytes: 1GiB, port: {cache}, http_port: {cache_http}, runtime_dir: "{runtime_dir}"}}
 router: {{port: {router}}}
@@ -57,17 +64,23 @@ def wait_for(holds: Callable[[], Any], what: str, timeout_s: float) -> Any:
 
 
 class Deployment:
-    """One prefill engine, one decode engine, a cache server for both, one router."""
+    """One prefill engine, one decode engine, a cache server for both, one router.
 
-    NUM_PORTS = 7
+    Both engines publish their KV events to ``ports["events"]``, where the deployment's own router does not listen: a
+    router that a test starts there hears them.
+    """
+
+    NUM_PORTS = 10
 
     def __init__(self, folder: Path, model: Path, ports: list[int], preexec: Callable[[], None]) -> None:
         names = ("prefill", "prefill_side", "decode", "decode_side", "router", "cache", "cache_http")
+        names += ("events", "prefill_replay", "decode_replay")
         self.ports = dict(zip(names, ports, strict=True))
         self.state_dir = folder / "state"
         self.spec_path = folder / "antiphon.yaml"
         folders = {"state_dir": self.state_dir, "runtime_dir": folder}
-        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, **folders, **self.ports))
+        events = {f"{pool}_events": json.dumps(self.kv_events_config(pool)) for pool in ("prefill", "decode")}
+        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, **folders, **events, **self.ports))
         self.output = folder / "up.log"
         self.url = f"http://127.0.0.1:{self.ports['router']}"
         self.prefill_url = f"http://127.0.0.1:{self.ports['prefill']}"
@@ -75,6 +88,12 @@ class Deployment:
         self.cache_url = f"http://127.0.0.1:{self.ports['cache_http']}"
         self._preexec = preexec
         self.process: subprocess.Popen[bytes] | None = None
+
+    def kv_events_config(self, pool: str) -> dict[str, Any]:
+        """What the engine of a pool is told."""
+        url = f"http://127.0.0.1:{self.ports[pool]}"
+        listening = f"tcp://127.0.0.1:{self.ports['events']}"
+        return kv_events_config(url, listening, self.ports[f"{pool}_replay"], "127.0.0.1")
 
     def start(self) -> None:
         """Start it and wait until every process is ready."""

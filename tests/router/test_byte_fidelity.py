@@ -63,7 +63,7 @@ NESTED = (
     "[ 1.0,2.50 ,\t3e0\n]",
     '{"": {"": {"": []}}}',
 )
-UNKNOWN = ("x", "vllm_xargs", "reasoning_content", "clé", "\\u006bv_x", "a\\/b", "Stream", "max_tokens ", "", "🗝")
+UNKNOWN = ("x", "reasoning_content", "clé", "\\u006bv_x", "a\\/b", "Stream", "max_tokens ", "", "🗝")
 LITERALS = ("null", "true", "false")
 SPACES = ("", "", " ", "\n  ", "\t", "\r\n")
 

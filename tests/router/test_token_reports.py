@@ -144,6 +144,18 @@ def _settles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 settles_soon = pytest.mark.usefixtures("_settles_soon")
 
 
+@pytest.mark.parametrize(("told", "num_found"), [(1, 1), (3, 2), (0, 0)])
+async def test_what_a_decode_engine_was_expected_to_hold(told: int, num_found: int) -> None:
+    async with world() as made:
+        assert (await ask(made.router, n=2)).status == 200  # any request that a decode engine serves alone
+        receipt = made.latest
+        receipt.path, receipt.reason, receipt.num_held_tokens = "cached", "held_by_engine", 2
+        made.report("decode", device=told // 2, l1=told - told // 2, computed=3 - told)
+        assert (await made.read())["state"] == "complete"
+        await until(lambda: made.count("held_tokens_expected_total", path="cached") == 2, "it is counted")
+        assert made.count("held_tokens_found_total", path="cached") == num_found
+
+
 async def test_both_reports_after_the_end() -> None:
     async with world() as made:
         assert (await ask(made.router)).status == 200

@@ -18,7 +18,7 @@ class Fleet:
     def __init__(self, num: int = 4) -> None:
         self.index = KvIndex(IndexOptions())
         self.index.know_scope(b"s")
-        self.policy = KvAware(PickerOptions("prefill", 1.25), self.index)
+        self.policy = KvAware(PickerOptions("prefill", 1.25, kv_index=self.index))
         self.engines = [Endpoint(f"http://e{number}:1", "prefill") for number in range(num)]
         self.policy.set_members(self.engines)
         for engine in self.engines:

@@ -13,8 +13,9 @@ from antiphon.cli.compiled import use_compiled
 from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.cli.vllm_router_flags import translate
 from antiphon.config.hosts import is_loopback
+from antiphon.config.router_notices import router_notices
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ConfigError
+from antiphon.core.errors import ConfigError, StartError
 from antiphon.transport.loop import run
 
 _NOTICES = "antiphon.vllm_router_flags"
@@ -51,10 +52,12 @@ def router(**params: Any) -> None:
         log.info("running as Python: %s", not_compiled)
     for notice in click.get_current_context().meta[_NOTICES]:
         log.warning("%s", notice)
-    if not is_loopback(spec.host) and spec.api_key_file is None:
+    for each in router_notices(spec):
+        log.warning("%s", each)
+    if not is_loopback(spec.host) and spec.api_key_file is None and spec.tenants_file is None:
         log.warning(
             "listening on %s without client keys: anybody who reaches it may use the inference routes "
-            "(--api-key-file names who may). Receipts, metrics, status and engines are %s",
+            "(--api-key-file or --tenants-file names who may). Receipts, metrics, status and engines are %s",
             spec.host,
             "for this machine only" if spec.admin_key_file is None else "for who shows the admin key",
         )
@@ -77,6 +80,9 @@ def router(**params: Any) -> None:
         cut = run(serve(spec, announce))
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
+    except StartError as error:
+        click.echo(f"antiphon router: {error}", err=True)
+        sys.exit(1)
     except OSError as error:
         click.echo(
             f"antiphon router: cannot listen on {spec.host}:{spec.port}: {error.strerror or error}\n"

@@ -15,7 +15,7 @@ import click
 from antiphon.sim.faults import ALL_FAULTS, Fault, SimulationOptions
 from antiphon.sim.fleet_compare import WORKLOADS, CompareOptions, compare
 from antiphon.sim.fleet_engine import H200_8B
-from antiphon.sim.fleet_flood import FloodOptions, FloodRun, flood_lines
+from antiphon.sim.fleet_flood import NUM_COLD, FloodRun, flood_lines
 from antiphon.sim.fleet_policies import NAMES
 from antiphon.sim.fleet_trace import SCALES, TraceInvalid
 from antiphon.sim.routing_run import run_routing_seeds
@@ -202,7 +202,7 @@ def fleet(**given: Any) -> None:
 
 @sim.command(name="flood")
 @_fleet_options
-@click.option("--prompts", type=click.IntRange(1, 1024), default=FloodOptions.num_cold, show_default=True)
+@click.option("--prompts", type=click.IntRange(1, 1024), default=NUM_COLD, show_default=True)
 @click.option("--off", is_flag=True, help="With admission off only.")
 @click.option("--on", is_flag=True, help="With admission on only.")
 def flood(**given: Any) -> None:

@@ -21,10 +21,12 @@ from antiphon.config.units import format_bytes
 from antiphon.core.errors import AntiphonError, ConfigError
 from antiphon.supervisor import store
 from antiphon.supervisor.report import DeploymentReport, ProcessRow, judge, with_load
+from antiphon.supervisor.router_load import RouterLoad
 
 EXIT_NOT_ALL_READY = 1
 EXIT_NOTHING_UP = 3
 _HEADER = ("process", "role", "pid", "state", "port", "uptime", "running", "waiting", "restarts")
+_TENANTS_SHOWN = 8
 
 
 def resolve_place(config_file: Path | None, state_dir: str | None, name: str | None) -> tuple[str, str | None]:
@@ -94,6 +96,23 @@ def _held(row: ProcessRow) -> str:
     return f"{row.name} holds {objects}, {format_bytes(row.used_bytes)} of {format_bytes(row.total_bytes)}"
 
 
+def _waiting(load: RouterLoad) -> list[str]:
+    """What waits in a router: cold prompts where they are admitted by bytes, and the tenants with most to do."""
+    lines, cold = [], load.cold
+    if cold is not None:
+        waiting = f"{cold.num_waiting} waiting"
+        if cold.num_waiting:
+            waiting += f" ({format_bytes(cold.waiting_bytes)}, the oldest for {format_uptime(cold.oldest_wait_s)})"
+        held = f", {cold.num_held} held after their prefill" if cold.num_held else ""
+        lines.append(f"cold prompts: {waiting}{held}, {format_bytes(cold.in_flight_bytes)} of KV in flight")
+    if load.tenants:
+        busiest = sorted(load.tenants, key=lambda each: (-each.num_waiting, -each.num_in_flight))
+        shown = [f"{each.name} {each.num_in_flight} in flight, {each.num_waiting} waiting" for each in busiest]
+        more = f"; {len(shown) - _TENANTS_SHOWN} more" if len(shown) > _TENANTS_SHOWN else ""
+        lines.append(f"tenants: {'; '.join(shown[:_TENANTS_SHOWN])}{more}")
+    return lines
+
+
 def table_lines(report: DeploymentReport) -> list[str]:
     """The table of one deployment, and below it what a reader should know about it."""
     if report.is_supervisor_alive:
@@ -107,6 +126,8 @@ def table_lines(report: DeploymentReport) -> list[str]:
     lines = [f"{report.name}: {supervisor}"]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines += [_held(row) for row in report.processes if row.kind == "cache_server" and row.state == "ready"]
+    for row in report.processes:
+        lines += _waiting(row.waiting) if row.waiting is not None else []
     for row in report.processes:
         if row.last_exit and row.state not in ("ready", "stopped"):
             lines.append(f"{row.name} {row.last_exit} (log: {row.log_path})")

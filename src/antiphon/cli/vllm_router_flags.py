@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import click
 
@@ -44,13 +44,17 @@ class Flag:
 
 _BY_BUDGET = "retries are bounded by --retry-share and --retry-floor"
 _AT_ONCE = "another engine is tried at once; there is no wait to set"
-_OF_CACHE_AWARE = "it belongs to the policy cache_aware, which is not one of ours"
-_OF_KV_AWARE = "it belongs to the policy kv_aware, which is not one of ours"
+_OF_CACHE_AWARE = "it belongs to the policy cache_aware, for which prefix_aware stands, and that has nothing to set"
+_OF_KV_AWARE = "kv_aware weighs tokens still to be computed alone, and has no such setting"
+_OF_EVENTS = "engines connect to --kv-events-port and say in their topic who they are: docs/kv-routing.md"
 _NO_DISCOVERY = "engines are named with --prefill and --decode, or added at run time with POST /endpoints"
 _NO_PROGRAMS = "there is no scheduling of agents' programs"
 _NO_WASM = "there is no middleware: put a proxy before the router"
 _NO_WAIT = "the router starts at once; engines that are not up are found by their health checks"
-_NO_QUEUE = "requests do not queue in the router: engines queue them, and --first-token-timeout-s ends the wait"
+_NO_QUEUE = (
+    "engines queue requests, and --first-token-timeout-s ends the wait; in the router only cold prompts wait "
+    "(--cold-queue-max) and those whose tenant is at a limit (--tenants-file)"
+)
 
 FLAGS: tuple[Flag, ...] = (
     Flag("--max-payload-size", "replaced", ours=("--body-max-bytes",)),
@@ -102,7 +106,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "--rate-limit-tokens-per-second",
         "refused",
-        "the router limits no rates: put a gateway before it, or limit requests at once with --connections-max",
+        "rates are limited by tenant, with --tenants-file; --connections-max limits requests at once",
     ),
     Flag("--worker-startup-timeout-secs", "ignored", _NO_WAIT),
     Flag("--worker-startup-check-interval", "ignored", _NO_WAIT),
@@ -120,11 +124,11 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--kv-penalty-external", "ignored", _OF_KV_AWARE),
     Flag("--kv-penalty-disk", "ignored", _OF_KV_AWARE),
     Flag("--kv-aware-session-affinity-ttl-secs", "ignored", _OF_KV_AWARE),
-    Flag("--kv-event-block-size", "ignored", _OF_KV_AWARE),
-    Flag("--kv-event-model", "ignored", _OF_KV_AWARE),
-    Flag("--kv-event-source", "ignored", _OF_KV_AWARE),
-    Flag("--kv-event-replay-source", "ignored", _OF_KV_AWARE),
-    Flag("--pd-kv-events", "ignored", _OF_KV_AWARE),
+    Flag("--kv-event-block-size", "ignored", _OF_EVENTS),
+    Flag("--kv-event-model", "ignored", _OF_EVENTS),
+    Flag("--kv-event-source", "ignored", _OF_EVENTS),
+    Flag("--kv-event-replay-source", "ignored", _OF_EVENTS),
+    Flag("--pd-kv-events", "ignored", _OF_EVENTS),
     Flag(
         "--kv-connector",
         "refused",
@@ -161,12 +165,15 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--wasm-middleware-route", "refused", _NO_WASM),
 )
 
+SAME_POLICIES: Mapping[str, tuple[Policy, str]] = {
+    "cache_aware": ("prefix_aware", "by what each engine was sent before, and by its load"),
+}
+"""Policies of vllm-router that ours stand for, and how these go."""
+
 POLICIES = {
-    "cache_aware": "consistent_hash keeps sessions, users and beginnings of prompts on one engine",
-    "kv_aware": "consistent_hash keeps sessions, users and beginnings of prompts on one engine",
     "sticky_least_loaded": "consistent_hash keeps sessions on one engine, and yields to load",
 }
-"""Policies of vllm-router that are not ours, and what comes nearest."""
+"""Policies of vllm-router for which none of ours stands, and what comes nearest."""
 
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 _POLICY_FLAGS = frozenset(("--policy", "--prefill-policy", "--decode-policy"))
@@ -196,13 +203,14 @@ def translate(args: Sequence[str]) -> Translation:
         if flag is not None:
             _translate_one(flag, _values_of(flag, has_value, value, rest), done)
             continue
+        if name in _POLICY_FLAGS:
+            _translate_policy(name, value if has_value else rest.pop(0) if rest else None, done)
+            continue
         done.args.append(word)
         if name == "--prefill" and not has_value and rest:
             done.args.append(rest.pop(0))
             if rest and (rest[0] == "none" or rest[0].isdigit()):
                 done.notices.append(f"--prefill URL {rest.pop(0)}: the bootstrap port is ignored: NIXL needs none")
-        elif name in _POLICY_FLAGS:
-            _check_policy(name, value if has_value else rest[0] if rest else "")
     return done
 
 
@@ -236,10 +244,17 @@ def _translate_one(flag: Flag, values: list[str], done: Translation) -> None:
         done.notices.append(f"{shown} became {' '.join(words)}" + (f": {flag.note}" if flag.note else ""))
 
 
-def _check_policy(flag: str, value: str) -> None:
+def _translate_policy(flag: str, value: str | None, done: Translation) -> None:
+    done.args.append(flag)
+    if value is None:
+        return
     policy = value.lower().replace("-", "_")
-    if policy in POLICIES and policy not in get_args(Policy):
+    if policy in POLICIES:
         raise click.UsageError(f"{flag} {policy} of vllm-router is not one of ours: {POLICIES[policy]}")
+    if policy in SAME_POLICIES:
+        value, how = SAME_POLICIES[policy]
+        done.notices.append(f"{flag} {policy} became {flag} {value}: {how}")
+    done.args.append(value)
 
 
 def flag_table() -> str:

@@ -14,9 +14,10 @@ from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS, check_tota
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts
 from antiphon.config.hosts import WILDCARDS, is_loopback
-from antiphon.config.problems import Notice, Problem
+from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import POOLS, Pool, Spec
+from antiphon.config.tenant_files import refuse_both
 from antiphon.config.transfer import handover_max_s, lease_s
 from antiphon.config.vllm_args import OWNED_ARGS, OWNED_ENV
 
@@ -187,16 +188,21 @@ def check_hosts(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
 def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """The router is not published by accident, drains before it is killed, and its engines come from the pools."""
     router = compiled.spec.router
-    if not is_loopback(router.host) and router.api_key_file is None and not router.public_without_key:
+    has_keys = router.api_key_file is not None or router.tenants_file is not None
+    if not is_loopback(router.host) and not has_keys and not router.public_without_key:
         message = (
             f"{router.host} can be reached from other hosts, and no client needs a key: anybody who reaches it may use "
             "the inference routes"
         )
         fix = (
-            "name a file with the keys of clients in router.api_key_file, write 127.0.0.1, or allow it with "
-            "router.public_without_key: true"
+            "name a file with the keys of clients in router.api_key_file or router.tenants_file, write 127.0.0.1, or "
+            "allow it with router.public_without_key: true"
         )
         yield Problem("router.host", message, fix)
+    try:
+        refuse_both(router)
+    except SpecError as error:
+        yield from error.problems
     grace_s = compiled.spec.supervisor.stop_grace_s
     names = [name for name in ("drain_timeout_s", "stop_notice_s") if name in router.model_fields_set]
     stop_s = sum(getattr(router, name) for name in names)
@@ -216,6 +222,7 @@ def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
         yield Problem("router.port", message, "write a port, such as 30000")
     for field, message in facts.key_file_errors.items():
         yield Problem(field, message, "name a readable text file that holds the key")
+    yield from facts.tenants_problems
     for role in POOLS:
         if getattr(router, role):
             fix = f"remove it; the engines come from the {role} pool"

@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.config.cache_servers import CacheServer, cache_notices, cache_server_plan, place_cache_servers
-from antiphon.config.hosts import WILDCARDS, http_url, is_this_machine
+from antiphon.config.hosts import WILDCARDS, http_url, is_same_host
+from antiphon.config.kv_events_plan import (
+    events_of,
+    filled_kv_events,
+    kv_events_findings,
+    rank_ports,
+    router_event_ports,
+)
+from antiphon.config.model_facts import ModelFacts, model_facts
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine, Machine, default_notices, place_engines, this_machine
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
-from antiphon.config.spec import Pool, Spec
+from antiphon.config.spec import POOLS, Pool, Spec
 from antiphon.config.transfer import Transfer, cache_port, handover_max_s, lease_s, transfer_of
 from antiphon.config.vllm_args import API_KEY_ENV, engine_argv, engine_env, engine_unset_env
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
@@ -38,6 +46,8 @@ class Compiled:
     transfers: dict[Pool, Transfer]
     """The transfer configuration of the first engine of each pool; the others differ in the port of their server."""
     servers: tuple[CacheServer, ...]
+    router: RouterSpec
+    """The router's knobs, filled in."""
     problems: tuple[Problem, ...]
     notices: tuple[Notice, ...]
 
@@ -60,32 +70,43 @@ def compile_spec(spec: Spec, machine: Machine | None = None) -> list[ProcessPlan
 def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
     """As :func:`compile_spec`, with problems and notices as values."""
     machine = machine or this_machine()
+    is_real = any(spec.pool(pool).kind == "vllm" for pool in POOLS)
+    model = model_facts(spec.model.path) if is_real else ModelFacts()
     engines = place_engines(spec, machine)
     servers = place_cache_servers(spec, engines, machine)
     own = {engine.name: transfer_of(engine, spec.handoff, servers) for engine in engines}
     transfers: dict[Pool, Transfer] = {}
     for engine in engines:
         transfers.setdefault(engine.pool, own[engine.name])
-    plans = [cache_server_plan(server, spec) for server in servers]
-    plans += [_engine_plan(engine, spec, own[engine.name]) for engine in engines]
     lease = lease_s(transfers["prefill"].config)
-    router, router_notices = _filled_router(spec, plans, lease)
-    plans.append(_router_plan(router, engines[0].host))
+    server_plans = [cache_server_plan(server, spec) for server in servers]
+    router, router_notices = _filled_router(spec, engines, server_plans, lease)
+    kv_bytes, kv_notices = _kv_bytes_per_token(spec, model)
+    router = router.model_copy(update=kv_bytes)
+    host = _router_host(router, engines[0].host)
+    engine_plans = [_engine_plan(engine, spec, own[engine.name], events_of(engine, router, host)) for engine in engines]
+    events_findings = list(kv_events_findings(router, host, engines))
     found = own.values()
     return Compiled(
         spec=spec,
         engines=tuple(engines),
-        plans=tuple(plans),
+        plans=(*server_plans, *engine_plans, _router_plan(router, host)),
         transfers=transfers,
         servers=tuple(servers),
+        router=router,
         # Engines of one pool have most of it in common; it is said once.
-        problems=tuple(dict.fromkeys(problem for transfer in found for problem in transfer.problems)),
+        problems=(
+            *dict.fromkeys(problem for transfer in found for problem in transfer.problems),
+            *dict.fromkeys(finding for finding in events_findings if isinstance(finding, Problem)),
+        ),
         notices=(
             *default_notices(spec, engines),
             *cache_notices(spec, engines, servers),
             *dict.fromkeys(notice for transfer in found for notice in transfer.notices),
             *_unused_servers(servers, engines, own),
             *router_notices,
+            *kv_notices,
+            *dict.fromkeys(finding for finding in events_findings if isinstance(finding, Notice)),
         ),
     )
 
@@ -101,21 +122,22 @@ def _unused_servers(servers: list[CacheServer], engines: list[Engine], own: dict
         yield Notice("cache.enabled", text)
 
 
-def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer) -> ProcessPlan:
+def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer, kv_events: dict[str, Any] | None) -> ProcessPlan:
+    replays = rank_ports("kv_replay", engine.kv_replay_port, engine.num_ranks) if kv_events is not None else {}
     common: dict[str, Any] = {
         "name": engine.name,
         "role": engine.pool,
         "host": engine.host,
-        "ports": {"http": engine.port, "side_channel": engine.side_channel_port},
+        "ports": {"http": engine.port, "side_channel": engine.side_channel_port, **replays},
         "base_url": http_url(engine.host, engine.port),
         "model_name": spec.model.served,
     }
     if engine.spec.kind == "simulated":
-        argv = _simulated_argv(engine, spec, transfer.config["kv_load_failure_policy"])
+        argv = _simulated_argv(engine, spec, transfer.config["kv_load_failure_policy"], kv_events)
         return ProcessPlan(kind="simulated", argv=argv, env=dict(engine.spec.env), **common)
     return ProcessPlan(
         kind="vllm",
-        argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name)),
+        argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name), kv_events),
         env=engine_env(engine, spec.model),
         env_files=_key_of_engine(engine, spec),
         unset_env=engine_unset_env(engine),
@@ -131,7 +153,9 @@ def _key_of_engine(engine: Engine, spec: Spec) -> dict[str, str]:
     return {API_KEY_ENV: str(Path(path).expanduser())}
 
 
-def _simulated_argv(engine: Engine, spec: Spec, load_failure_policy: str) -> tuple[str, ...]:
+def _simulated_argv(
+    engine: Engine, spec: Spec, load_failure_policy: str, kv_events: dict[str, Any] | None
+) -> tuple[str, ...]:
     # A simulated engine speaks to no cache server; flags that name one would be added here.
     argv = [sys.executable, "-m", "antiphon", "sim-engine", "--host", engine.bind, "--port", str(engine.port)]
     argv += ["--role", engine.pool, "--model-name", spec.model.served]
@@ -143,6 +167,9 @@ def _simulated_argv(engine: Engine, spec: Spec, load_failure_policy: str) -> tup
         argv += ["--max-num-seqs", str(engine.spec.max_num_seqs)]
     if load_failure_policy != "fail":
         argv += ["--kv-load-failure-policy", load_failure_policy]
+    for key in ("endpoint", "topic", "replay_endpoint"):
+        if kv_events is not None and key in kv_events:
+            argv += [f"--kv-events-{key.replace('_', '-')}", kv_events[key]]
     knobs = simulated_knobs(engine, spec)
     for name, field in SimulatedSpec.model_fields.items():
         if getattr(knobs, name) != field.default:
@@ -162,16 +189,18 @@ def simulated_knobs(engine: Engine, spec: Spec) -> SimulatedSpec:
     return own.model_copy(update=update)
 
 
-def _filled_router(spec: Spec, plans: list[ProcessPlan], lease: int) -> tuple[RouterSpec, list[Notice]]:
+def _filled_router(
+    spec: Spec, engines: list[Engine], servers: list[ProcessPlan], lease: int
+) -> tuple[RouterSpec, list[Notice]]:
     """The router's knobs with the engines' URLs, and deadlines that lie inside the lease and the grace period."""
     router = spec.router
     update: dict[str, Any] = {
-        role: [plan.base_url for plan in plans if plan.role == role] for role in ("prefill", "decode")
+        pool: [http_url(engine.host, engine.port) for engine in engines if engine.pool == pool] for pool in POOLS
     }
+    update |= filled_kv_events(router, engines)
     notices = []
-    host = _router_host(router, next(plan.host for plan in plans if plan.role == "prefill"))
-    servers = [plan for plan in plans if plan.kind == "cache_server"]
-    near = [plan for plan in servers if _is_same_host(plan.host, host)]
+    host = _router_host(router, engines[0].host)
+    near = [plan for plan in servers if is_same_host(plan.host, host)]
     update["cache_servers"] = list(dict.fromkeys([*router.cache_servers, *(plan.base_url for plan in near)]))
     if len(near) < len(servers):
         names = ", ".join(plan.name for plan in servers if plan not in near)
@@ -191,24 +220,34 @@ def _filled_router(spec: Spec, plans: list[ProcessPlan], lease: int) -> tuple[Ro
     return router.model_copy(update=update), notices
 
 
+def _kv_bytes_per_token(spec: Spec, model: ModelFacts) -> tuple[dict[str, int], list[Notice]]:
+    """What the router is told of the KV of a token where the spec says nothing of it and the model does."""
+    if "kv_bytes_per_token" in spec.router.model_fields_set:
+        return {}, []
+    num_bytes = model.kv_token_bytes(spec.model.dtype, spec.prefill.kv_cache_dtype)
+    if num_bytes is None:
+        return {}, []
+    num_cold = -(-spec.router.cold_min_bytes // num_bytes)
+    text = f"{num_bytes}, from the model: prompts of {num_cold} tokens or more to compute wait for each other; 0: none"
+    return {"kv_bytes_per_token": num_bytes}, [Notice("router.kv_bytes_per_token", text)]
+
+
 def _router_host(router: RouterSpec, default_host: str) -> str:
     """Where the router runs. Bound to a wildcard it names no host: it is taken to run on ``default_host``."""
     return default_host if router.host in WILDCARDS else router.host
 
 
-def _is_same_host(one: str, other: str) -> bool:
-    return one == other or (is_this_machine(one) and is_this_machine(other))
-
-
-def _router_plan(router: RouterSpec, default_host: str) -> ProcessPlan:
-    host = _router_host(router, default_host)
+def _router_plan(router: RouterSpec, host: str) -> ProcessPlan:
+    """The process of the router, its knobs filled in."""
+    events = router_event_ports(router)
     return ProcessPlan(
         name="router",
         role="router",
         kind="router",
         host=host,
         argv=router_argv(router),
-        ports={"http": router.port},
+        ports={"http": router.port, **events},
+        addresses=dict.fromkeys(events, router.kv_events_host),
         base_url=http_url(host, router.port),
         ready_path="/readiness",
     )

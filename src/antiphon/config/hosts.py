@@ -41,6 +41,11 @@ def is_this_machine(host: str) -> bool:
     return True
 
 
+def is_same_host(one: str, other: str) -> bool:
+    """Whether two hosts are one: they are spelled alike, or are both this machine."""
+    return one == other or (is_this_machine(one) and is_this_machine(other))
+
+
 def is_port_taken(host: str, port: int) -> bool:
     """Whether something listens on a port of this machine: as a server does, it is bound, and let go at once.
 

@@ -12,11 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 from antiphon.config.hosts import WILDCARDS
+from antiphon.config.router_spec import RouterSpec
 
 TOPIC_PREFIX = "kv@"
 TOPIC_CHARS_MAX = 500
 BUFFER_STEPS = 10_000
 """Batches that an engine keeps for a replay: vLLM's default."""
+
+
+def hears_kv_events(router: RouterSpec) -> bool:
+    """Whether the router goes by what engines say that they hold."""
+    policies = (router.prefill_policy or router.policy, router.decode_policy or router.policy)
+    return "kv_aware" in policies or router.local_max_tokens > 0
 
 
 def kv_events_config(url: str, router_endpoint: str, replay_port: int | None, bind_host: str) -> dict[str, Any]:
@@ -37,7 +44,9 @@ def kv_events_config(url: str, router_endpoint: str, replay_port: int | None, bi
         "topic": topic_of(url, replay_port),
     }
     if replay_port is not None:
-        config["replay_endpoint"] = f"tcp://{'*' if bind_host in WILDCARDS else bind_host}:{replay_port}"
+        # ZMQ binds addresses and no names.
+        host = "127.0.0.1" if bind_host == "localhost" else bind_host
+        config["replay_endpoint"] = f"tcp://{'*' if host in WILDCARDS else host}:{replay_port}"
         config["buffer_steps"] = BUFFER_STEPS
     return config
 

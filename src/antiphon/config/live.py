@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import InterpreterKey, interpreter_key, probe_interpreter, run_python
-from antiphon.config.hosts import host_and_port, is_this_machine
+from antiphon.config.hosts import WILDCARDS, host_and_port, is_this_machine
 from antiphon.config.plan import ProcessPlan
 
 CONNECT_TIMEOUT_S = 2.0
@@ -64,7 +64,8 @@ def _try_process(plan: ProcessPlan) -> tuple[list[LiveRow], str | None]:
     version = None
     host, port = host_and_port(plan.base_url)
     for use, number in plan.ports.items():
-        rows.append(_try_port(plan, use, host, number))
+        address = plan.addresses.get(use, host)
+        rows.append(_try_port(plan, use, host if address in WILDCARDS else address, number))
     if not rows[0].is_ok:
         return rows, None
     rows.append(_try_health(plan, host, port))

@@ -13,7 +13,12 @@ from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
 Role = Literal["prefill", "decode", "router", "cache_server"]
 Kind = Literal["vllm", "simulated", "router", "cache_server"]
-_PORT_FIELDS = {"http": "port", "side_channel": "side_channel_port"}
+_PORT_FIELDS = {
+    "http": "port",
+    "side_channel": "side_channel_port",
+    "kv_replay": "kv_replay_port",
+    "kv_events": "kv_events_port",
+}
 _CACHE_PORT_FIELDS = {"calls": "port", "http": "http_port"}
 
 
@@ -40,7 +45,9 @@ class ProcessPlan:
     unset_env: tuple[str, ...] = ()
     """Variables removed from the inherited environment."""
     ports: dict[str, int] = field(default_factory=dict)
-    """Every port that it listens on, by use: ``http``, ``side_channel``, ``calls`` (of a cache server)."""
+    """Every port that it listens on, by use: ``http``; of an engine ``side_channel`` and ``kv_replay``, of the router
+    ``kv_events``, of a cache server ``calls``. Of a further data-parallel rank, it ends in its number: ``kv_replay_1``.
+    """
     base_url: str = ""
     """Where its HTTP API answers, ``http://host:port``."""
     ready_path: str = "/health"
@@ -49,17 +56,18 @@ class ProcessPlan:
     """The served model name, for engines."""
     bind: str = ""
     """The address that it listens on, where only that one tells whether its ports are free; else empty."""
+    addresses: dict[str, str] = field(default_factory=dict)
+    """The addresses of those ports that it listens on elsewhere, by use."""
 
-    @property
-    def listens_on(self) -> str:
-        """The address at which its ports are taken."""
-        return self.bind or self.host
+    def listens_on(self, use: str) -> str:
+        """The address at which the port for ``use`` is taken."""
+        return self.addresses.get(use) or self.bind or self.host
 
     def port_field(self, use: str) -> str:
         """The dotted path of the spec field that gives the port for ``use``."""
         if self.role == "cache_server":
             return f"cache.{_CACHE_PORT_FIELDS[use]}"
-        return f"{self.role}.{_PORT_FIELDS[use]}"
+        return f"{self.role}.{_PORT_FIELDS[use.rstrip('_0123456789')]}"
 
     def born(self, incarnation: str) -> ProcessPlan:
         """The same plan with the placeholder replaced by ``incarnation``."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_loopback
+from antiphon.config.kv_events import hears_kv_events
 from antiphon.config.problems import Notice
 from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
 from antiphon.config.units import format_bytes
@@ -48,6 +49,9 @@ class Engine:
     bind: str
     port: int
     side_channel_port: int
+    kv_replay_port: int | None
+    """Where its first rank repeats KV events; None: nowhere, because nobody hears them or its address is IPv6, which
+    vLLM's publisher does not bind."""
     device: Literal["cpu", "cuda"]
     kv_memory_bytes: int | None
     """None: what ``gpu_memory_utilization`` leaves."""
@@ -67,6 +71,12 @@ class Engine:
         return self.spec.block_size_tokens or (
             CPU_BLOCK_SIZE_TOKENS if self.device == "cpu" else CUDA_BLOCK_SIZE_TOKENS
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Its data-parallel ranks, each of which has KV blocks of its own."""
+        size = self.spec.args.get("data-parallel-size")
+        return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
     @property
     def name(self) -> str:
@@ -117,7 +127,11 @@ def place_engines(spec: Spec, machine: Machine) -> list[Engine]:
                 nixl_progress_thread=_unless_cpu(section.nixl_progress_thread, on_cpu),
                 spin_wait=_unless_cpu(section.spin_wait, on_cpu),
                 devices=tuple(str(device) for device in section.devices[first : first + section.tensor_parallel_size]),
+                kv_replay_port=None,
             )
+            if hears_kv_events(spec.router) and ":" not in engine.host + engine.bind:
+                port = section.kv_replay_port + on_host[host] * engine.num_ranks
+                engine = replace(engine, kv_replay_port=port)
             engines.append(engine)
             on_host[host] += 1
     return engines

@@ -56,7 +56,7 @@ class RouterSpec(SpecModel):
         default="127.0.0.1",
         min_length=1,
         description="Address that the router listens on. Loopback by default, so that nothing is published by "
-        "accident; any other address needs api_key_file or public_without_key.",
+        "accident; any other address needs api_key_file, tenants_file or public_without_key.",
     )
     port: int = Field(
         default=30000,
@@ -285,12 +285,21 @@ class RouterSpec(SpecModel):
         description="TCP port on which engines' KV events are heard, 1 to 65535; engines connect to it "
         "(--kv-events-config). The compiler takes one for kv_aware.",
     )
+    kv_events_ranks: int = Field(
+        default=1,
+        ge=1,
+        le=256,
+        description="Data-parallel ranks of an engine that tell of their KV, 1 to 256, each on a port of its own: that "
+        "of rank 0 is kv_events_port, and the next rank has one more. The compiler takes data-parallel-size of "
+        "engine.args.",
+    )
     kv_bytes_per_token: int = Field(
         default=0,
         ge=0,
         le=1_000_000_000,
-        description="KV bytes of one token of the model, over all layers and ranks, 0 to 1000000000. 0: not known, and "
-        "no request waits for its admission. The compiler fills it in.",
+        description="KV bytes of one token of the model, over all layers and ranks, 0 to 1000000000. 0: not known, or "
+        "of no concern: no request waits for its admission. The compiler fills it in where it is not written and the "
+        "model's config.json says it.",
     )
     cold_min_bytes: int = Field(
         default=268_435_456,
@@ -326,7 +335,7 @@ class RouterSpec(SpecModel):
     tenants_file: str | None = Field(
         default=None,
         description="File that says who the tenants are: their keys, the salt that keeps their KV apart, their rates "
-        "and shares (docs/tenants.md). Instead of api_key_file.",
+        "and shares (docs/tenants.md). Instead of api_key_file: every key is then a tenant's.",
     )
     warm_pairs: bool = Field(
         default=True,
@@ -355,8 +364,8 @@ class RouterSpec(SpecModel):
     worker_api_key_file: str | None = Field(
         default=None,
         description="File with the one key that engines are shown (Authorization: Bearer KEY), health checks included, "
-        "instead of what clients send. Without it a client's Authorization goes on to engines, unless api_key_file is "
-        "set: keys that the router checks reach no engine.",
+        "instead of what clients send. Without it a client's Authorization goes on to engines, unless api_key_file or "
+        "tenants_file is set: keys that the router checks reach no engine.",
     )
     admin_key_file: str | None = Field(
         default=None,
@@ -365,7 +374,7 @@ class RouterSpec(SpecModel):
     )
     public_without_key: bool = Field(
         default=False,
-        description="Allow an address other than loopback without api_key_file: anybody who reaches it may use the "
+        description="Allow an address other than loopback without keys of clients: anybody who reaches it may use the "
         "inference routes. admin_key_file protects the other routes only.",
     )
     request_id_tag: bool = Field(

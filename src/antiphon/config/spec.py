@@ -203,6 +203,13 @@ class PoolSpec(EngineSpec):
         le=65535,
         description="NIXL handshake port of the first engine on a host, 1 to 65535; the next gets one more.",
     )
+    kv_replay_port: int = Field(
+        default=5800,
+        ge=1,
+        le=65535,
+        description="Port at which the first engine on a host repeats KV events that the router has missed, 1 to "
+        "65535; the next gets one more. Used with router.policy kv_aware or router.local_max_tokens.",
+    )
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=256, description="GPUs that one engine is spread over, 1 to 256."
     )
@@ -241,6 +248,13 @@ class DecodeSpec(PoolSpec):
         ge=1,
         le=65535,
         description="NIXL handshake port of the first engine on a host, 1 to 65535; the next gets one more.",
+    )
+    kv_replay_port: int = Field(
+        default=5900,
+        ge=1,
+        le=65535,
+        description="Port at which the first engine on a host repeats KV events that the router has missed, 1 to "
+        "65535; the next gets one more. Used with router.policy kv_aware or router.local_max_tokens.",
     )
 
 

@@ -21,6 +21,7 @@ from antiphon.config.explain import explain
 from antiphon.config.key_files import KEYS_MAX, read_keys
 from antiphon.config.model import SpecModel
 from antiphon.config.problems import Problem, SpecError
+from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ConfigError
 
 TENANTS_MAX: Final = 1000
@@ -157,6 +158,17 @@ class TenantTable:
 
     tenants: tuple[TenantEntry, ...]
     spec: TenantsSpec
+
+
+def refuse_both(router: RouterSpec) -> None:
+    """Clients' keys have one source.
+
+    Raises:
+        SpecError: both a file of keys and one of tenants are named.
+    """
+    if router.tenants_file is not None and router.api_key_file is not None:
+        fix = "remove it, and name the file in api_key_files of a tenant"
+        raise SpecError([Problem("router.api_key_file", "with tenants_file, every key is a tenant's", fix)])
 
 
 def read_tenants(path: str, field: str = "router.tenants_file") -> TenantTable:

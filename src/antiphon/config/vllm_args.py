@@ -52,8 +52,16 @@ API_KEY_ENV = "VLLM_API_KEY"
 """Where vLLM takes the key from that it asks its clients for."""
 
 
-def engine_argv(engine: Engine, model: ModelSpec, transfer: dict[str, Any]) -> tuple[str, ...]:
+def engine_argv(
+    engine: Engine, model: ModelSpec, transfer: dict[str, Any], kv_events: dict[str, Any] | None = None
+) -> tuple[str, ...]:
     """The command line of ``engine``.
+
+    Args:
+        engine: which.
+        model: what it serves.
+        transfer: the value of ``--kv-transfer-config``.
+        kv_events: that of ``--kv-events-config``; None: nobody hears them.
 
     ``--enable-prompt-tokens-details`` is always there: without it the usage lacks ``cached_tokens``.
     """
@@ -80,6 +88,8 @@ def engine_argv(engine: Engine, model: ModelSpec, transfer: dict[str, Any]) -> t
     for name, arg in pool.args.items():
         argv += _rendered(name, arg)
     argv += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+    if kv_events is not None:
+        argv += ["--kv-events-config", json.dumps(kv_events, separators=(",", ":"))]
     return tuple(argv)
 
 

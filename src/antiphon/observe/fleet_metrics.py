@@ -106,8 +106,8 @@ class StageMetrics:
         by_stage = GaugeMetricFamily(_name("requests_in_stage"), "Requests in progress, by stage.", labels=["stage"])
         waiting = GaugeMetricFamily(
             _name("queue_depth"),
-            "Requests that no engine has: they wait for a connection or for an engine to come back. There is no other "
-            "queue in the router; engines queue what they are sent.",
+            "Requests that no engine has: they wait for a connection, for an engine to come back, for their tenant's "
+            "turn, or as cold prompts for their admission. Engines queue what they are sent.",
         )
         stages = self._stages()
         for stage, number in stages.items():

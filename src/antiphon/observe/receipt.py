@@ -34,8 +34,10 @@ class Receipt:
     traceparent: str | None = None
     """The client's field of W3C trace context, as it came."""
     tenant: str | None = None
+    """The name of the tenant whose key was shown."""
     num_held_tokens: int | None = None
-    """Prompt tokens that the engine was expected to find when the path was chosen by what is where."""
+    """Prompt tokens that the engine that has the prompt first was expected to hold when it was chosen: the prefill
+    engine, or the decode engine of the path ``cached``. None where nothing was expected."""
     chunk_scope: bytes | None = None
     """By which its cache server's chunks are looked up (``routing.chunk_index.scope_of``); not shown."""
     prefill: str | None = None
@@ -49,6 +51,8 @@ class Receipt:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     """Prompt tokens that the prefill engine's own prefix cache held; None: it does not say."""
+    output_tokens: int | None = None
+    """Of a tenant's answer that was not streamed, as it says itself; None where it does not. Not shown."""
     reported: ReportedTokens | None = None
     """What the engines reported through cache servers; filled in by who follows these."""
     prefill_ms: float | None = None
@@ -69,10 +73,12 @@ class Receipt:
             "created_unix_s": round(self.created_unix_s, 3),
             "path": self.path,
             "reason": self.reason,
+            "num_held_tokens": self.num_held_tokens,
             "stream": self.stream,
             "client_request_id": self.client_request_id,
             "engine_request_id": self.engine_request_id,
             "trace_id": self.trace_id,
+            "tenant": self.tenant,
             "prefill": self.prefill,
             "decode": self.decode,
             "status": self.status,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
+from antiphon.observe.aware_metrics import AwareMetrics, ColdView, TenantView, WhereView
 from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
 from antiphon.observe.router_metrics import RouterMetrics
 from antiphon.observe.token_metrics import TokenMetrics
@@ -27,6 +28,10 @@ def router_series() -> list[Series]:
     view = EngineView("decode", "host:port", "ready", is_usable=True, num_active=0, num_ejections=0)
     FleetMetrics(metrics.registry, {}, lambda: [view])
     StageMetrics(metrics.registry, lambda: {"received": 0}, {400: 1})
+    cold = ColdView(0, 0, 0.0, 0, 0, 0, 0, {"admitted_x": 0, "refused_x": 0}, {"d": 0}, {"d": 0}, {("p", "d"): 0.0})
+    tenant = TenantView("t", 0, 0, 0, {"x": 0}, 0, 0.0)
+    where = WhereView({"dropped": 0}, {"d": 0}, {"hits": 0}, {"url": 0}, {("decode", "precise"): 0})
+    AwareMetrics(metrics.registry, lambda: cold, lambda: [tenant], lambda: where)
     tokens = TokenMetrics(metrics.registry, lambda: {"url": True})
     for counter in (tokens.by_source, tokens.missing, tokens.reports):
         counter.update(Counter(example=1))

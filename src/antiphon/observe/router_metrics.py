@@ -31,7 +31,16 @@ class RouterMetrics:
         self.requests = self._tally(
             "requests", "Requests that ended, by HTTP status.", "route", "path", "outcome", "status"
         )
-        self.paths = self._tally("path", "Path choices (pd, local) by reason.", "path", "reason")
+        self.paths = self._tally("path", "Path choices (pd, local, cached) by reason.", "path", "reason")
+        self.held_expected = self._tally(
+            "held_tokens_expected",
+            "Prompt tokens that the picked engine was expected to hold, by path, where it then told what it had: pd "
+            "(the prefill engine, in its answer) or cached (the decode engine, in its token report).",
+            "path",
+        )
+        self.held_found = self._tally(
+            "held_tokens_found", "Tokens of held_tokens_expected that the engine had, or its cache server.", "path"
+        )
         self.engine_requests = self._tally("engine_requests", "Requests sent to an engine.", "role", "engine")
         self._engine_errors = self._tally(
             "engine_errors", "Engine failures: connect, lost, timeout, garbage, status.", "role", "engine", "kind"
@@ -41,6 +50,13 @@ class RouterMetrics:
         )
         self.key_refusals = self._tally(
             "key_refusals", "Requests refused with 401: missing_api_key, invalid_api_key.", "code"
+        )
+        self.salt_refusals = self._tally(
+            "tenant_salt_refused",
+            "Requests refused since they would leave their tenant's KV: cache_salt_refused, invalid_cache_salt, "
+            "route_not_isolated.",
+            "tenant",
+            "code",
         )
         self.handovers_after_disconnect = self._counter(
             "handovers_completed_after_disconnect",
@@ -104,6 +120,11 @@ class RouterMetrics:
             first_ms, num_steps = receipt.first_token_ms, receipt.num_events - _NOT_STEPS
             if first_ms is not None and num_steps > 0:
                 self.inter_token_seconds.observe((seconds - first_ms / 1000) / num_steps)
+
+    def held(self, path: str, num_expected: int, num_found: int) -> None:
+        """An engine has told how much it had of a prompt of which it was expected to hold ``num_expected`` tokens."""
+        self.held_expected.add(num_expected, path)
+        self.held_found.add(min(num_found, num_expected), path)
 
     def engine_error(self, role: str, engine: str, kind: str) -> None:
         """Count a failure of an engine."""

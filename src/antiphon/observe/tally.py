@@ -29,6 +29,10 @@ class Tally:
         """One more, with these values of the labels in their order."""
         self._counts[values] = self._counts.get(values, 0) + 1
 
+    def add(self, number: int, *values: str | int) -> None:
+        """So many more, 0 and up."""
+        self._counts[values] = self._counts.get(values, 0) + number
+
     def forget(self, *values: str | int) -> None:
         """Drop every combination that begins with these values."""
         for counted in [counted for counted in self._counts if counted[: len(values)] == values]:

@@ -31,6 +31,15 @@ _MESSAGE_USAGE = re.compile(rb'"usage"\s*:\s*\{[^{}]*?"cache_read_input_tokens"\
 _READ = re.compile(rb'("cache_read_input_tokens"\s*:\s*)(\d+)')
 _INPUT = re.compile(rb'("input_tokens"\s*:\s*)(\d+)')
 
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})(?!\d)')
+"""Of a usage object: a text cannot contain it, since its quotes are escaped."""
+
+
+def output_tokens(body: Buffer) -> int | None:
+    """The tokens of a whole answer, by the last usage object at its end; None where there is none."""
+    found = _last(_OUTPUT, bytes(memoryview(body)[-USAGE_MAX_BYTES:]))
+    return int(found[1]) if found is not None else None
+
 
 def with_cached_tokens(body: Buffer, cached_tokens: int | None) -> bytes:
     """The ``cached_tokens`` of every usage object. For answers that hold no JSON of the client's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from urllib.parse import parse_qsl
@@ -54,6 +55,8 @@ class Admin:
         self._reports = reports
         self._key = admin_key(spec)
         self.is_draining = False
+        self.sections: Callable[[], dict[str, object]] = dict
+        """What ``/status`` shows beside engines and cache servers."""
 
     def health(self, responder: Responder) -> None:
         """The router itself is alive."""
@@ -116,12 +119,13 @@ class Admin:
         _send_json(responder, 200, self._reports.show(receipt))
 
     def status(self, responder: Responder, gauges: dict[str, int]) -> None:
-        """What the router knows of its engines."""
+        """What the router knows of its engines, and what it has in hand."""
         engines = [
             endpoint_row(endpoint) | {"connections": self._engines.pool(endpoint).statistics()}
             for endpoint in self._fleet.all()
         ]
         answer: dict[str, object] = {"engines": engines, "cache_servers": self._reports.status()}
+        answer |= self.sections()
         answer |= {"receipts": len(self._receipts), "compiled": is_compiled(), **gauges}
         _send_json(responder, 200, answer)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.config.tenant_files import read_tenants
+from antiphon.config.tenant_files import read_tenants, refuse_both
 from antiphon.core.errors import ConfigError, RequestRefused
 from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
 from antiphon.observe.receipt import ReceiptRing
@@ -27,7 +27,9 @@ from antiphon.router.admin import Admin
 from antiphon.router.endpoints import METHODS, Endpoints
 from antiphon.router.engines import Engines
 from antiphon.router.entry import Entry, Rooms
+from antiphon.router.free_kv import FreeKv
 from antiphon.router.inference import Inference
+from antiphon.router.insight import Insight
 from antiphon.router.keys import CHALLENGE, client_keys, unknown_key
 from antiphon.router.refusals import send_refusal
 from antiphon.router.routes import HEALTH_GETS, ROUTES, allowed, check_route, is_admin
@@ -62,6 +64,7 @@ class Router:
             raise ConfigError(
                 "no decode engine is given", field="router.decode", remedy="add --decode http://HOST:PORT"
             )
+        refuse_both(spec)
         self.spec = spec
         self.fleet = Fleet(dict.fromkeys(spec.prefill), dict.fromkeys(spec.decode), fleet_options(spec))
         self.metrics = RouterMetrics()
@@ -82,9 +85,13 @@ class Router:
         )
         tenants = read_tenants(spec.tenants_file) if spec.tenants_file is not None else None
         self.cold = ColdAdmission(admission_options(spec)) if spec.kv_bytes_per_token else None
+        self.free_kv = self._free_kv()
         self.tenants = admission(tenants) if tenants is not None else None
         self.entry = self._entry()
+        insight = Insight(self.cold, self.tenants, self.where, time.monotonic)
+        insight.register(self.metrics)
         self.admin = Admin(spec, self.fleet, self.engines, self.metrics, self.receipts, self.reports)
+        self.admin.sections = insight.sections
         self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts, self.entry)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
@@ -114,6 +121,8 @@ class Router:
         port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
         self._watch = asyncio.create_task(self.engines.watch())
         self.reports.start()
+        if self.free_kv is not None:
+            self.free_kv.start()
         if self.where is not None:
             await self.where.start()
         return port
@@ -129,6 +138,8 @@ class Router:
             await asyncio.wait([self._watch])
         await self.warming.stop()
         await self.reports.stop()
+        if self.free_kv is not None:
+            await self.free_kv.stop()
         if self.where is not None:
             await self.where.stop()
         self.inference.close()
@@ -145,6 +156,12 @@ class Router:
                 endpoint.num_active,
                 endpoint.num_ejections,
             )
+
+    def _free_kv(self) -> FreeKv | None:
+        """What asks decode engines for their free KV, where somebody goes by it."""
+        if self.cold is None:
+            return None
+        return FreeKv(self.fleet, self.cold, self.spec.kv_bytes_per_token, self.engines.access.fields)
 
     def _entry(self) -> Entry | None:
         """What requests pass before they begin; None where a request's form is all that is looked at."""

@@ -18,8 +18,10 @@ Invariants: a ticket is over once, and leaves nothing behind at whatever step it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from antiphon.observe.router_metrics import RouterMetrics
@@ -33,6 +35,7 @@ from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.path import SINGLE_STAGE, PathChoice
 from antiphon.routing.placement import Placer
+from antiphon.routing.states import EndpointState
 from antiphon.routing.tenants import Refuse as TenantRefuse
 from antiphon.routing.tenants import Tenants
 from antiphon.routing.tenants import Wait as TenantWait
@@ -41,9 +44,11 @@ if TYPE_CHECKING:
     from antiphon.router.flight import Flight
     from antiphon.router.whereabouts import Whereabouts
 
+log = logging.getLogger("antiphon.router")
+
 _OUTPUT_TOKENS: Final = 256
-"""What an answer is taken to cost a tenant where the request sets no limit."""
-_OUTPUT_MAX_TOKENS: Final = 1 << 20
+"""What an answer is taken to cost a tenant until it has ended, where the request sets no lower limit: limits are often
+far beyond what is answered, and a tenant whose clients set them would wait for what it never gets."""
 
 
 class Entry:
@@ -76,12 +81,13 @@ class Entry:
         self.clock = clock
         self.prompts = Prompts()
         self.reads_prompts = rooms.reads_prompts
-        self._going: deque[Callable[[], None]] = deque()
+        self._going: deque[tuple[Ticket, Callable[[], None]]] = deque()
         self._is_going = False
+        self._is_closed = False
         if self.cold is not None:
             self._note_pools()
             for pool in (fleet.prefill, fleet.decode):
-                pool.when_changed(lambda endpoint, before: self._note_pools())
+                pool.when_changed(self._changed)
                 pool.when_gone(self._gone)
                 pool.when_restarted(self._gone)
 
@@ -98,10 +104,10 @@ class Entry:
             changes = self.tenants.tick(now_s)
             for item in changes.admitted:
                 assert isinstance(item, Ticket)
-                self._going.append(item.admitted)
+                self._going.append((item, item.admitted))
             for item, refusal in changes.refused:
                 assert isinstance(item, Ticket)
-                item.refuse(refusal.status, refusal.code, refusal.retry_after_s)
+                self.do(item, partial(item.refuse, refusal.status, refusal.code, refusal.retry_after_s))
         self.look_at_cold()
         self.run()
 
@@ -109,16 +115,19 @@ class Entry:
         """Something has changed that cold requests may wait for."""
         if self.cold is None:
             return
+        refused: list[tuple[Ticket, Refuse]] = []
         for item in self.cold.tick(self.clock()):
             ticket = item.tag
             assert isinstance(ticket, Ticket)
             answer = item.answer
             if isinstance(answer, Refuse):
-                ticket.refuse(answer.status, answer.code, answer.retry_after_s)
+                refused.append((ticket, answer))
             elif item.stage is ColdStage.PREFILLING:
-                self._going.append(ticket.begin)
+                self._going.append((ticket, ticket.begin))
             else:
-                self._going.append(ticket.connect)
+                self._going.append((ticket, ticket.connect))
+        for ticket, answer in refused:
+            self.do(ticket, partial(ticket.refuse, answer.status, answer.code, answer.retry_after_s))
 
     def left(self, ticket: Ticket, num_tokens: int | None) -> None:
         """A ticket is over.
@@ -129,9 +138,16 @@ class Entry:
         if self.tenants is not None:
             for item in self.tenants.leave(ticket, self.clock(), num_tokens):
                 assert isinstance(item, Ticket)
-                self._going.append(item.admitted)
+                self._going.append((item, item.admitted))
         self.look_at_cold()
         self.run()
+
+    def step_aside(self, ticket: Ticket) -> None:
+        """It waits for its admission: that is no reason for others to wait for their tenants' limits."""
+        if self.tenants is not None and ticket.flight is not None and ticket.flight.receipt.tenant is not None:
+            for item in self.tenants.step_aside(ticket, self.clock()):
+                assert isinstance(item, Ticket)
+                self._going.append((item, item.admitted))
 
     def run(self) -> None:
         """Let those go on that may; from inside one of them it does nothing, since its turn is not over."""
@@ -140,10 +156,28 @@ class Entry:
         self._is_going = True
         going = self._going
         try:
-            while going:
-                going.popleft()()
+            while going and not self._is_closed:
+                ticket, action = going.popleft()
+                self.do(ticket, action)
         finally:
             self._is_going = False
+
+    def do(self, ticket: Ticket, action: Callable[[], None]) -> None:
+        """Take one step of a request."""
+        try:
+            action()
+        except Exception as error:  # supervised: a bug ends the request that meets it, and no other
+            ticket.broken(error)
+
+    def close(self) -> None:
+        """The router stops: what waits does not begin any more, whatever ends."""
+        self._is_closed = True
+        self._going.clear()
+
+    def _changed(self, endpoint: Endpoint, before: EndpointState) -> None:
+        if endpoint.state is EndpointState.DOWN:  # it may come back in another life
+            self._gone(endpoint)
+        self._note_pools()
 
     def _note_pools(self) -> None:
         assert self.cold is not None
@@ -193,12 +227,28 @@ class Ticket:
         self.salt = salt
 
     def enter(self) -> None:
-        """The first step."""
+        """The first step, and what follows."""
+        self.entry.do(self, self._enter)
+        self.entry.run()
+
+    def broken(self, error: Exception) -> None:
+        """A bug: the request ends with it."""
+        flight = self.flight
+        if flight is None:
+            log.error("a request that is over met an internal error", exc_info=error)
+        else:
+            flight.broken(error)
+
+    def stop(self) -> None:
+        """The router stops."""
+        self.entry.close()
+
+    def _enter(self) -> None:
         entry, flight = self.entry, self.flight
         assert flight is not None
         tenant = flight.receipt.tenant
         if entry.reads_prompts and self.choice is not SINGLE_STAGE:
-            self.prompt = self.ask.prompt = entry.prompts.read(flight.body, self.salt)
+            self.prompt = self.ask.prompt = entry.prompts.read(flight.request.path, flight.body, self.salt)
         tenants = entry.tenants
         if tenants is not None and tenant is not None:
             verdict = tenants.offer(self, tenant, self._cost(), entry.clock())
@@ -208,7 +258,6 @@ class Ticket:
             if isinstance(verdict, TenantWait):
                 return
         self.admitted()
-        entry.run()
 
     def admitted(self) -> None:
         """Its tenant's limits let it go on."""
@@ -236,6 +285,8 @@ class Ticket:
             return
         cold = self.entry.cold
         if cold is not None and item is not None:
+            if self.entry.tenants is not None:
+                self.entry.tenants.step_in(self)
             self.ask.shunned = cold.avoid_for(item)
         flight.go()
 
@@ -249,7 +300,12 @@ class Ticket:
         now_s = self.entry.clock()
         if type(command) is ConnectPrefill:
             cold.prefill_chosen(item, command.endpoint, now_s)
-        elif type(command) is ConnectDecode and flight.life.handle is not None:
+        elif type(command) is ConnectDecode:
+            if flight.life.handle is None:  # it computes the prompt itself: nothing is moved
+                cold.leave(item, now_s)
+                self.item = None
+                self._wake()
+                return True
             answer = cold.prefill_answered(item, command.endpoint, now_s, self._num_to_pull())
             if isinstance(answer, Wait):
                 self.held = command
@@ -265,16 +321,34 @@ class Ticket:
         flight, command = self.flight, self.held
         self.held = None
         if flight is not None and command is not None and flight.life.attempt == command.attempt:
-            self.pull_began_s = self.entry.clock()
+            self.pull_began_s = now_s = self.entry.clock()
+            flight.life.connect_by(now_s)
             flight.connect(command)
 
+    def prefilled(self, num_cached_tokens: int | None) -> None:
+        """The prefill engine has answered.
+
+        Args:
+            num_cached_tokens: of the prompt, that it did not compute; None: it does not say.
+        """
+        flight, num_held = self.flight, self.ask.num_matched_tokens
+        if flight is None:
+            return
+        flight.receipt.num_held_tokens = num_held or None
+        if num_held and num_cached_tokens is not None:
+            self.entry.metrics.held("pd", num_held, num_cached_tokens)
+
     def pulled(self, now_s: float) -> None:
-        """The decode engine has begun its answer: it has the KV."""
-        cold, item = self.entry.cold, self.item
-        if cold is not None and item is not None and self.pull_began_s:
+        """The decode engine has begun its answer: it has the KV. When it got it is known of a stream alone: an answer
+        that is not streamed begins when it is complete."""
+        cold, item, flight = self.entry.cold, self.item, self.flight
+        if cold is None or item is None or flight is None or not self.pull_began_s:
+            return
+        if flight.receipt.stream:
             cold.pulled(item, item.pull_bytes, max(0.0, now_s - self.pull_began_s), now_s)
-            self.entry.look_at_cold()
-            self.entry.run()
+        else:
+            cold.leave(item, now_s)
+        self._wake()
 
     def over(self) -> None:
         """The request has ended, however."""
@@ -287,21 +361,28 @@ class Ticket:
             self.asking.cancel()
         if entry.cold is not None and self.item is not None:
             entry.cold.leave(self.item, entry.clock())
-        num_tokens = None
-        if receipt.prompt_tokens is not None:
-            num_tokens = receipt.prompt_tokens + receipt.num_events
-            if self.prompt is not None:
-                entry.prompts.learn(flight.body, self.prompt, receipt.prompt_tokens)
-        entry.left(self, num_tokens)
+        if receipt.prompt_tokens is not None and self.prompt is not None:
+            entry.prompts.learn(flight.body, self.prompt, receipt.prompt_tokens)
+        if not flight.life.attempt:  # no engine was asked for anything
+            entry.left(self, 0)
+            return
+        num_output = receipt.num_events if receipt.stream else receipt.output_tokens
+        num_prompt = receipt.prompt_tokens if receipt.prompt_tokens is not None else self._num_prompt(flight)
+        entry.left(self, num_prompt + num_output if num_output is not None else None)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
     async def _ask(self, question: bytes) -> None:
         where, prompt = self.entry.where, self.prompt
         assert where is not None and prompt is not None
-        await where.tokenize(question, prompt)
+        try:
+            await where.tokenize(question, prompt)
+        except Exception as error:  # supervised: a bug ends the request that meets it, and no other
+            self.asking = None
+            self.broken(error)
+            return
         self.asking = None
-        self._place()
+        self.entry.do(self, self._place)
         self.entry.run()
 
     def _place(self) -> None:
@@ -320,6 +401,7 @@ class Ticket:
         life.path = choice.path
         life.ask = self.ask
         if choice.path != "pd":
+            flight.has_path = True
             entry.metrics.paths.count(choice.path, choice.reason)
             self.ask.preferred = placement.preferred
             self.ask.num_matched_tokens = placement.num_held_tokens
@@ -328,14 +410,18 @@ class Ticket:
             return
         cold = entry.cold
         if cold is not None and prompt is not None:
-            num_cached = where.most_held(prompt) if where is not None else self._guess()
+            num_cached = where.most_held(prompt) if where is not None else None
+            if num_cached is None:
+                num_cached = self._guess()
             item = ColdItem(max(0, prompt.num_tokens - num_cached), prompt.num_tokens, len(flight.body.raw), tag=self)
+            item.is_told = receipt.stream
             self.item = item
             answer = cold.offer(item, now_s)
             if isinstance(answer, Refuse):
                 self.refuse(answer.status, answer.code, answer.retry_after_s)
                 return
             if isinstance(answer, Wait):
+                entry.step_aside(self)
                 return
             assert isinstance(answer, Admit)
         self.begin()
@@ -348,19 +434,30 @@ class Ticket:
         return prompt.num_tokens * max(held.values(), default=0) // max(1, len(prompt.data))
 
     def _num_to_pull(self) -> int | None:
+        """Tokens of the prompt that the decode engine that was just picked does not hold yet, where they are known."""
         flight = self.flight
         assert flight is not None
-        return flight.receipt.prompt_tokens
+        num_tokens = flight.receipt.prompt_tokens
+        return None if num_tokens is None else max(0, num_tokens - self.ask.num_matched_tokens)
+
+    def _wake(self) -> None:
+        """Cold requests may go on for what this one has let go of."""
+        self.entry.look_at_cold()
+        self.entry.run()
+
+    def _num_prompt(self, flight: Flight) -> int:
+        """Tokens of the prompt, as far as they are known here."""
+        return self.prompt.num_tokens if self.prompt is not None else len(flight.body.raw) // 4
 
     def _cost(self) -> int:
         """Tokens that the request is expected to be."""
-        flight, prompt = self.flight, self.prompt
+        flight = self.flight
         assert flight is not None
-        num_prompt = prompt.num_tokens if prompt is not None else len(flight.body.raw) // 4
+        num_prompt = self._num_prompt(flight)
         num_output = _OUTPUT_TOKENS
         for key in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
             value = flight.body.get(key)
             if value is not None and value.isdigit() and len(value) < 10:
-                num_output = min(int(value), _OUTPUT_MAX_TOKENS)
+                num_output = min(int(value), _OUTPUT_TOKENS)
                 break
         return max(1, num_prompt + num_output)

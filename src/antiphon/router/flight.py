@@ -91,7 +91,7 @@ class Flight(Activity):
     life: Life
     body: Body
     connection: HttpClientConnection | None = None
-    exchange: Relay | WholeAnswer | None = None
+    exchange: Relay | WholeAnswer | None
     relay: Relay | None = None
     """The answer that the client gets, or got a part of."""
     refusal: HttpResponse | None = None
@@ -111,6 +111,7 @@ class Flight(Activity):
 
     def __init__(self, desk: Desk, request: HttpRequest, responder: Responder, receipt: Receipt, api: Api) -> None:
         Activity.__init__(self)
+        self.exchange = None  # no default of the class: mypyc leaves one of a union of three unset
         self.desk = desk
         self.request = request
         self.responder = responder
@@ -166,6 +167,8 @@ class Flight(Activity):
         """The router stops: tell the client, and let go of everything."""
         if self.is_resolved:
             return
+        if self.ticket is not None:
+            self.ticket.stop()
         refusal = stopping()
         self.receipt.error = self.receipt.error or refusal.message
         self._cancel_upstream()
@@ -188,7 +191,7 @@ class Flight(Activity):
             for command in step(self.life, event, desk.clock(), desk.chance()):
                 _DO[type(command)](self, command)
         except Exception as error:  # supervised: a bug ends this request, and no other; the server logs and answers it
-            self._broken(error)
+            self.broken(error)
 
     def late(self) -> None:
         """The life's deadline has passed."""
@@ -241,6 +244,8 @@ class Flight(Activity):
             return
         receipt.prompt_tokens, receipt.cached_tokens = answer.prompt_tokens, answer.cached_tokens
         params = answer.kv_transfer_params
+        if self.ticket is not None:
+            self.ticket.prefilled(answer.cached_tokens)
         if params is None:
             # Right, but not what was asked for: it shows in the header, the receipt and the metric.
             receipt.reason = "no_handle"
@@ -248,6 +253,7 @@ class Flight(Activity):
         else:
             receipt.error = None
             receipt.reason = "default"
+        receipt.path = "pd"  # also of one that was to be served alone
         if not self.has_path:
             self.has_path = True
             desk.metrics.paths.count("pd", receipt.reason)
@@ -366,7 +372,7 @@ class Flight(Activity):
             pieces, cached_tokens = decode_body(self.body, params), receipt.cached_tokens
         else:
             pieces, cached_tokens = [self.request.body], _FROM_THE_ENGINE
-            if receipt.path == "pd" and self.life.path == "local":
+            if receipt.path != "local" and self.life.path == "local":
                 receipt.path, receipt.reason = "local", "prefill_fallback"
                 self.desk.metrics.paths.count("local", "prefill_fallback")
         request_id = decode_id(self, command.endpoint, command.request_id)
@@ -444,7 +450,7 @@ class Flight(Activity):
     def _engine_error(self, endpoint: Endpoint, kind: str) -> None:
         self.desk.metrics.engine_error(endpoint.role, endpoint.address, kind)
 
-    def _broken(self, error: Exception) -> None:
+    def broken(self, error: Exception) -> None:
         """Let go of everything; whoever awaits the flight gets the error."""
         if self.is_resolved:
             raise error

@@ -24,9 +24,8 @@ from antiphon.router.desk import Desk
 from antiphon.router.engines import Engines
 from antiphon.router.entry import Entry, Ticket
 from antiphon.router.flight import Flight
-from antiphon.router.refusals import handle_refused
-from antiphon.router.routes import Route
-from antiphon.router.tenants import SALT_FIELD, UNSTAMPED, Stamp, Tenant
+from antiphon.router.routes import Route, check_own_fields
+from antiphon.router.tenants import SALT_FIELD, SALT_REFUSALS, UNSTAMPED, Stamp, Tenant
 from antiphon.routing.ask import Ask
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
@@ -109,6 +108,8 @@ class Inference:
                     body = _stamped(request, body, stamp, route)
             choice = self._choose(body, route)
         except RequestRefused as refusal:
+            if receipt.tenant is not None and refusal.code in SALT_REFUSALS:
+                self._metrics.salt_refusals.count(receipt.tenant, refusal.code or "")
             flight.refuse(refusal)
             return flight
         receipt.stream = "stream" in body.values and body.get("stream") == b"true"
@@ -148,8 +149,8 @@ class Inference:
             body = scan(request.body, route.api.handoff.replaced) if route.is_json else Body(request.body, {})
         except ProtocolError as error:
             raise RequestRefused(error.message, code="invalid_json") from None
-        if "kv_transfer_params" in body.values and body.get("kv_transfer_params") != b"null":
-            raise handle_refused("kv_transfer_params")
+        if "vllm_xargs" in body.values or "kv_transfer_params" in body.values:
+            check_own_fields(body)
         return body
 
     def _choose(self, body: Body, route: Route) -> PathChoice:
@@ -205,8 +206,15 @@ def _salt_of(body: Body) -> str:
 
 
 def _stamped(request: HttpRequest, body: Body, stamp: Stamp, route: Route) -> Body:
-    """The request with its tenant's salt in it, whatever is sent of it to whom."""
-    if SALT_FIELD in body.values:
-        body = scan(request.body, frozenset((SALT_FIELD,)))  # to find where it stands
-    request.body = b"".join(body.splice(stamp.fields))
-    return scan(request.body, route.api.handoff.replaced)
+    """The request with its tenant's salt in it, whatever is sent of it to whom.
+
+    Raises:
+        RequestRefused: there is no room for it among the keys.
+    """
+    try:
+        if SALT_FIELD in body.values:
+            body = scan(request.body, frozenset((SALT_FIELD,)))  # to find where it stands
+        request.body = b"".join(body.splice(stamp.fields))
+        return scan(request.body, route.api.handoff.replaced)
+    except ProtocolError as error:
+        raise RequestRefused(error.message, code="invalid_json") from None

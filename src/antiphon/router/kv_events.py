@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -103,6 +104,17 @@ class _Followed:
         self.replay: asyncio.Task[None] | None = None
         self.num_events = 0
 
+    def counts(self) -> dict[str, int]:
+        """What has happened to it."""
+        stream = self.stream
+        return {
+            "events": self.num_events,
+            "gaps": stream.num_gaps,
+            "restarts": stream.num_restarts,
+            "forgotten": stream.num_forgotten,
+            "dropped": stream.num_dropped,
+        }
+
 
 class KvEvents:
     """The events of all engines.
@@ -124,6 +136,8 @@ class KvEvents:
         self._sockets: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._followed: dict[tuple[bytes, int], _Followed] = {}
+        self._past: Counter[str] = Counter()
+        """Counts of streams that are followed no more."""
         self._loop = asyncio.get_running_loop()
         self._num_replaying = 0
         self._num_messages = 0
@@ -176,26 +190,33 @@ class KvEvents:
 
     def statistics(self) -> dict[str, object]:
         """Counts since the start, and what is known of each engine, by address."""
-        streams = list(self._followed.values())
-        blocks = {followed.source.endpoint.address: 0 for followed in streams}
-        for endpoint in {followed.source.endpoint for followed in streams}:
-            blocks[endpoint.address] = self.index.num_blocks(endpoint)
+        counts = Counter(self._past)
+        for followed in self._followed.values():
+            counts.update(followed.counts())
         return {
             "messages": self._num_messages,
-            "events": sum(followed.num_events for followed in streams),
+            "events": counts["events"],
             "unreadable": self._num_unreadable,
             "unknown_events": self._num_unknown_events,
             "strangers": self._num_strangers,
-            "gaps": sum(followed.stream.num_gaps for followed in streams),
-            "restarts": sum(followed.stream.num_restarts for followed in streams),
-            "forgotten": sum(followed.stream.num_forgotten for followed in streams),
-            "dropped": sum(followed.stream.num_dropped for followed in streams),
+            "gaps": counts["gaps"],
+            "restarts": counts["restarts"],
+            "forgotten": counts["forgotten"],
+            "dropped": counts["dropped"],
             "replays": self._num_replays,
             "replays_failed": self._num_replays_failed,
             "bugs": self._num_bugs,
-            "blocks": blocks,
+            "blocks": self.num_blocks(),
             "index": self.index.statistics(),
         }
+
+    def num_blocks(self) -> dict[str, int]:
+        """Blocks that each engine that has told anything is known to hold, by address."""
+        known = {followed.source.endpoint for followed in self._followed.values()}
+        blocks = {endpoint.address: 0 for endpoint in known}
+        for endpoint in known:
+            blocks[endpoint.address] += self.index.num_blocks(endpoint)
+        return blocks
 
     # -- hearing ----------------------------------------------------------------------------------------------------
 
@@ -304,6 +325,7 @@ class KvEvents:
             endpoint = followed.source.endpoint
             if endpoint.state is EndpointState.REMOVED:
                 del self._followed[place]
+                self._past.update(followed.counts())
                 if followed.replay is not None:
                     followed.replay.cancel()
                 self.index.forget(endpoint)

@@ -12,10 +12,20 @@ from antiphon.protocol.body import Body
 from antiphon.routing.ask import Prompt
 from antiphon.routing.token_estimate import TokenEstimate
 
-_PROMPT_KEYS: Final = ("prompt", "messages", "input", "token_ids")
+_PROMPT_KEYS: Final = {
+    "/v1/completions": "prompt",
+    "/v1/chat/completions": "messages",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/inference/v1/generate": "token_ids",
+}
+"""By route. What a client writes under the key of another route, its engine does not read."""
+_TEXT_KEYS: Final = ("tools", "system", "instructions", "documents")
+"""Text that is computed with messages, and does not stand among them."""
 _SCOPE_KEYS: Final = (
     *("model", "tools", "tool_choice", "system", "instructions", "previous_response_id", "documents"),
     *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "add_special_tokens"),
+    *("reasoning_effort", "reasoning"),
 )
 """Keys whose value is part of the prompt, or of what makes its KV."""
 _SCOPE_BYTES: Final = 16
@@ -27,31 +37,41 @@ class Prompts:
     def __init__(self) -> None:
         self.estimate = TokenEstimate()
 
-    def read(self, body: Body, salt: str) -> Prompt | None:
+    def read(self, path: str, body: Body, salt: str) -> Prompt | None:
         """The prompt of a request; None where it has none that is known.
 
         Args:
+            path: its route.
             salt: under which engines look for its KV; empty where there is none.
         """
-        values = body.values
-        for key in _PROMPT_KEYS:
-            if key in values:
-                data = bytes(values[key])
-                break
-        else:
+        key = _PROMPT_KEYS.get(path, "")
+        data = body.get(key)
+        if data is None:
             return None
-        model = body.get("model") or b""
-        return Prompt(scope_of(body, salt), data, self._num_tokens(model, data))
+        if _are_tokens(data):
+            num_tokens = data.count(b",") + 1
+        else:
+            num_tokens = self.estimate.num_tokens(body.get("model") or b"", _num_bytes(body, data))
+        return Prompt(scope_of(body, salt), data, num_tokens)
 
     def learn(self, body: Body, prompt: Prompt, num_tokens: int) -> None:
         """An engine has counted the prompt's tokens."""
-        if prompt.data[:1] == b'"' or prompt.data[:2] in (b"[{", b"[ "):  # text, not token ids
-            self.estimate.observe(body.get("model") or b"", len(prompt.data), num_tokens)
+        if not _are_tokens(prompt.data):
+            self.estimate.observe(body.get("model") or b"", _num_bytes(body, prompt.data), num_tokens)
 
-    def _num_tokens(self, model: bytes, data: bytes) -> int:
-        if data[:1] == b"[" and data[1:64].lstrip()[:1].isdigit():
-            return data.count(b",") + 1  # token ids
-        return self.estimate.num_tokens(model, len(data))
+
+def _are_tokens(data: bytes) -> bool:
+    return data[:1] == b"[" and data[1:64].lstrip()[:1].isdigit()
+
+
+def _num_bytes(body: Body, data: bytes) -> int:
+    """Of the text that becomes the prompt."""
+    num_bytes = len(data)
+    if data[:1] == b"[":  # messages
+        for key in _TEXT_KEYS:
+            if key in body.values:
+                num_bytes += memoryview(body.values[key]).nbytes
+    return num_bytes
 
 
 def scope_of(body: Body, salt: str) -> bytes:

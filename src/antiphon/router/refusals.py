@@ -75,16 +75,20 @@ def unavailable(role: Role) -> RequestRefused:
     return refusal_for(RespondError(503, "no_prefill_engine" if role == "prefill" else "no_decode_engine"))
 
 
-def handle_refused(param: str) -> RequestRefused:
-    """A client names a handle, which may be another client's.
+OWN_FIELDS = ("kv_transfer_params", "kv_cache_report_mode")
+"""What vLLM takes out of a request's further arguments and no client may say: a handle, which may be another client's,
+and whether the engine tells of each block that the request finds, over and over. As text, a handle ends the engine."""
+
+
+def own_field_refused(field: str, param: str) -> RequestRefused:
+    """A client names one of :data:`OWN_FIELDS`.
 
     Args:
+        field: which.
         param: where in the body.
     """
     return RequestRefused(
-        "kv_transfer_params is set by the router and cannot be sent by a client",
-        code="kv_transfer_params_refused",
-        param=param,
+        f"{field} is set by the router and cannot be sent by a client", code=f"{field}_refused", param=param
     )
 
 

@@ -19,7 +19,7 @@ from antiphon.core.errors import ProtocolError, UpstreamError, UpstreamGarbage
 from antiphon.protocol import json
 from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import EVENT_STREAM
-from antiphon.protocol.usage import USAGE_MAX_BYTES
+from antiphon.protocol.usage import USAGE_MAX_BYTES, output_tokens
 from antiphon.router.headers import answer_lines, returned_lines
 from antiphon.transport.http.client import BODY_MAX_BYTES
 from antiphon.transport.http.client_connection import HttpClientConnection
@@ -308,6 +308,8 @@ class Relay:
                 body = self._api.set_cached_tokens(body, self._cached_tokens)
             receipt = self._owner.receipt
             receipt.status = self.status
+            if receipt.tenant is not None:
+                receipt.output_tokens = output_tokens(body)
             responder.send(self.status, returned_lines(self._headers) + answer_lines(receipt), body)
         self._owner.ended(is_complete=True, has_error=False, is_json=is_json)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from antiphon.core.errors import ProtocolError, RequestRefused
 from antiphon.protocol import apis
 from antiphon.protocol.apis import Api
-from antiphon.protocol.body import Body
+from antiphon.protocol.body import Body, scan
 from antiphon.protocol.handoff import nested_body
 from antiphon.protocol.requests import judge_message, judge_response
-from antiphon.router.refusals import handle_refused
+from antiphon.router.refusals import OWN_FIELDS, own_field_refused
 from antiphon.routing.path import reason_alone
 
 
@@ -40,16 +40,42 @@ def judge_generate(body: Body) -> str | None:
     """A request to ``/inference/v1/generate``, by its sampling parameters.
 
     Raises:
-        RequestRefused: they have too many keys, or name a handle: ``extra_args`` is where vLLM keeps that of a request.
+        RequestRefused: they have too many keys, or name what is the router's own in ``extra_args``.
     """
     try:
         nested = nested_body(body, "sampling_params")
         extra = nested_body(nested, "extra_args") if nested is not None and "extra_args" in nested.values else None
     except ProtocolError as error:
         raise RequestRefused(error.message, code="invalid_json", param="sampling_params") from None
-    if extra is not None and "kv_transfer_params" in extra.values:
-        raise handle_refused("sampling_params.extra_args.kv_transfer_params")
+    if extra is not None:
+        _check_further(extra, "sampling_params.extra_args")
     return reason_alone(nested.values) if nested is not None else None
+
+
+def check_own_fields(body: Body) -> None:
+    """That a client says nothing that is the router's to say.
+
+    Raises:
+        RequestRefused: it does, at the top of the body or in ``vllm_xargs``, or these have too many keys.
+    """
+    values = body.values
+    if "kv_transfer_params" in values and body.get("kv_transfer_params") != b"null":
+        raise own_field_refused("kv_transfer_params", "kv_transfer_params")
+    if "vllm_xargs" in values:
+        text = body.get("vllm_xargs") or b""
+        if not text.startswith(b"{"):
+            return  # no object: the engine is to say so
+        try:
+            further = scan(text)
+        except ProtocolError as error:
+            raise RequestRefused(error.message, code="invalid_json", param="vllm_xargs") from None
+        _check_further(further, "vllm_xargs")
+
+
+def _check_further(further: Body, where: str) -> None:
+    for field in OWN_FIELDS:
+        if field in further.values:
+            raise own_field_refused(field, f"{where}.{field}")
 
 
 _ALONE = Route(apis.COMPLETIONS)

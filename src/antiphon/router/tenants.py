@@ -63,6 +63,9 @@ WITHOUT_KV: Final = frozenset(
 )
 """Routes that compute no KV: their bodies are left as they are. All others are closed to tenants that have a salt."""
 
+SALT_REFUSALS: Final = frozenset(("cache_salt_refused", "invalid_cache_salt", "route_not_isolated"))
+"""Codes of what :meth:`Tenant.stamp` raises."""
+
 _CLIENT_SALT_MAX_LETTERS: Final = 128
 _FORBIDDEN: Final = frozenset("@/\\\0")
 """What vLLM refuses in a salt. It does not see the client's, so that it is refused here."""

@@ -70,6 +70,7 @@ class TokenReports:
         self._receipts = receipts
         self._on_namespace = on_namespace
         self._metrics = TokenMetrics(metrics.registry, self._servers_up)
+        self._held = metrics.held
         self._owners: dict[str, ReportFollower] = {}
         self._running: dict[str, Receipt] = {}
         self._ended: dict[str, tuple[float, Receipt]] = {}
@@ -258,6 +259,8 @@ class TokenReports:
         sources = _sources_of(receipt, reported)
         for source, number in sources.by_source.items():
             self._metrics.by_source[source] += number
+        if receipt.path == "cached" and receipt.num_held_tokens is not None and reported.decode is not None:
+            self._held("cached", receipt.num_held_tokens, reported.decode.device + reported.decode.l1)
         if receipt.outcome == "completed":
             for leg in _missing_of(receipt, reported):
                 self._metrics.missing[leg] += 1

@@ -97,10 +97,15 @@ class Tokenizing:
         self._num_hits = self._num_asked = self._num_shared = 0
         self._num_late = self._num_failed = self._num_not_asked = 0
 
-    async def token_ids(self, endpoint: Endpoint, question: bytes) -> Sequence[int] | None:
+    async def token_ids(self, endpoint: Endpoint, question: bytes, scope: bytes = b"") -> Sequence[int] | None:
         """The tokens that ``endpoint`` makes of ``question`` (``protocol.tokenizing.tokenize_body``); None where they
-        are not known within ``wait_s``."""
-        digest = blake2b(question, digest_size=16).digest()
+        are not known within ``wait_s``.
+
+        Args:
+            scope: at most 64 bytes. Answers are remembered for askers of this scope alone: how fast one comes tells
+                nobody what others have asked.
+        """
+        digest = blake2b(question, digest_size=16, key=scope).digest()
         if digest in self._answers:
             self._answers.move_to_end(digest)
             self._num_hits += 1

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from antiphon.config.router_spec import RouterSpec
+from antiphon.core.errors import ProtocolError
+from antiphon.observe.aware_metrics import WhereView
 from antiphon.observe.receipt import Receipt
+from antiphon.protocol import json
 from antiphon.protocol.body import Body
 from antiphon.protocol.tokenizing import known_tokens, tokenize_body
 from antiphon.router.chunk_follower import ChunkFollower
@@ -23,6 +26,7 @@ from antiphon.routing.ask import Prompt
 from antiphon.routing.chunk_index import ChunkIndex, scope_of
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.fleet import Fleet
+from antiphon.routing.kv_aware import KvAware
 
 if TYPE_CHECKING:
     from antiphon.observe.token_sources import Leg
@@ -45,7 +49,8 @@ class Whereabouts:
         self._kv_index = fleet.kv_index
         self.events: KvEvents | None = None
         if spec.kv_events_port is not None:
-            options = KvEventsOptions(host=spec.kv_events_host, port=spec.kv_events_port)
+            host = "127.0.0.1" if spec.kv_events_host == "localhost" else spec.kv_events_host  # ZMQ binds no names
+            options = KvEventsOptions(host=host, port=spec.kv_events_port, num_ranks=spec.kv_events_ranks)
             self.events = KvEvents(self._kv_index, resolver(fleet.all), options)
         self.chunks = ChunkIndex()
         self._followers = [
@@ -100,7 +105,7 @@ class Whereabouts:
         endpoint = self._tokenizer()
         if self._tokenizing is None or endpoint is None:
             return
-        tokens = await self._tokenizing.token_ids(endpoint, question)
+        tokens = await self._tokenizing.token_ids(endpoint, question, prompt.scope)
         if tokens is not None:
             prompt.token_ids = tokens
             prompt.num_tokens = len(tokens)
@@ -122,8 +127,10 @@ class Whereabouts:
         Args:
             salt: under which engines look for its KV; empty where there is none.
         """
-        self._kv_index.know_scope(prompt.scope, "", salt)
-        receipt.chunk_scope = scope_of(body.get("model") or b"", salt.encode())
+        model = body.get("model") or b""
+        name = _name_in(model)
+        self._kv_index.know_scope(prompt.scope, name if self._kv_index.is_adapter(name) else "", salt)
+        receipt.chunk_scope = scope_of(model, salt.encode())
 
     def held(self, receipt: Receipt, prompt: Prompt) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """Tokens of the prompt that each decode engine holds, and that its cache server does, by ``host:port``."""
@@ -139,9 +146,13 @@ class Whereabouts:
             by_server = {}
         return by_engine, by_server
 
-    def most_held(self, prompt: Prompt) -> int:
-        """Tokens of the prompt that the prefill engine with most of it holds."""
-        return max(self._kv_index.match_prompt(prompt, self._fleet.prefill.ready), default=0)
+    def most_held(self, prompt: Prompt) -> int | None:
+        """Tokens of the prompt that the prefill engine with most of it holds; None where its tokens are not known, or
+        no prefill engine says what it holds."""
+        index, ready = self._kv_index, self._fleet.prefill.ready
+        if not index.knows(prompt) or not any(index.hears(endpoint) for endpoint in ready):
+            return None
+        return max(index.match_prompt(prompt, ready))
 
     def learn(self, receipt: Receipt, leg: Leg, server: str, namespace: bytes) -> None:
         """An engine has reported under which namespace a request's chunks are kept."""
@@ -155,7 +166,38 @@ class Whereabouts:
             "kv_events": self.events.statistics() if self.events is not None else None,
             "cache_servers": [follower.status() for follower in self._followers],
             "tokenize": self._tokenizing.statistics() if self._tokenizing is not None else None,
+            "kv_aware_picks": {f"{role}_{how}": number for (role, how), number in self._picks().items()},
         }
+
+    def view(self) -> WhereView:
+        """For metrics."""
+        events = self.events.statistics() if self.events is not None else {}
+        return WhereView(
+            events={name: value for name, value in events.items() if isinstance(value, int)},
+            blocks=self.events.num_blocks() if self.events is not None else {},
+            tokenize=self._tokenizing.statistics() if self._tokenizing is not None else {},
+            chunks={follower.url: self.chunks.num_chunks(follower.url) for follower in self._followers},
+            picks=self._picks(),
+        )
+
+    def _picks(self) -> dict[tuple[str, str], int]:
+        numbers: dict[tuple[str, str], int] = {}
+        for pool in (self._fleet.prefill, self._fleet.decode):
+            if isinstance(pool.picker, KvAware):
+                numbers[pool.role, "precise"] = pool.picker.num_precise
+                numbers[pool.role, "approximate"] = pool.picker.num_approximate
+        return numbers
 
     def _forget(self, endpoint: Endpoint) -> None:
         self.chunks.forget_engine(endpoint.address)
+
+
+def _name_in(raw: bytes) -> str:
+    """The text that ``raw`` is in JSON; empty for anything else."""
+    if b"\\" not in raw:
+        return raw[1:-1].decode("utf-8", "replace") if raw[:1] == b'"' else ""
+    try:
+        name = json.decode(raw)
+    except ProtocolError:
+        return ""
+    return name if isinstance(name, str) else ""

@@ -39,7 +39,9 @@ How a shell drives it, by the events and commands of ``life``; an item is made f
   :meth:`tick` names it, at the latest at ``until_s``. A client that leaves changes nothing there: the KV is pulled, and
   freed, when its turn has come.
 - ``FirstByte`` of the decode engine, or ``StreamEnded`` without one: :meth:`pulled`, with the seconds since the decode
-  request was sent. The item is gone then: the answer itself is of no concern here.
+  request was sent. The item is gone then: the answer itself is of no concern here. The end of an answer that is no
+  stream says nothing of its transfer: such an item is not ``is_told``, and goes when what was in flight as it began
+  should have been moved.
 - ``Finish``, and when the path turns ``local``: :meth:`leave`, on every way out; again does no harm.
 - A pool has changed: :meth:`set_prefills`, :meth:`set_decodes`. An engine has restarted or is gone: :meth:`forget`. An
   engine's metrics have been read: :meth:`free_kv`; with None where they could not be.
@@ -108,6 +110,8 @@ class ColdAdmission:
         self._items: set[ColdItem] = set()
         """Every item that is neither new nor gone."""
         self._queue = ItemHeap()
+        self._untold = ItemHeap()
+        """Transfers whose end is not told, by when it is expected."""
         self._waiting: OrderedDict[ColdItem, None] = OrderedDict()
         """The items of the queue in the order of their offers, which is that of their deadlines."""
         self._waiting_bytes = 0
@@ -182,6 +186,8 @@ class ColdAdmission:
         """
         decided: list[ColdItem] = []
         self._lane.look(now_s)
+        while (item := self._untold.first()) is not None and now_s >= item.pulled_by_s:
+            self.leave(item, now_s)
         if len(self._transfers.holds):
             self._tick_held(decided, now_s)
         while (item := self._queue.first()) is not None and self._has_room(item):
@@ -205,8 +211,10 @@ class ColdAdmission:
         due_s = inf
         if self._waiting:
             due_s = next(iter(self._waiting)).offered_s + self._options.queue_s
-        held = self._transfers.holds.first()
-        return due_s if held is None else min(due_s, held.held_until_s)
+        held, untold = self._transfers.holds.first(), self._untold.first()
+        if held is not None:
+            due_s = min(due_s, held.held_until_s)
+        return due_s if untold is None else min(due_s, untold.pulled_by_s)
 
     def avoid_for(self, item: ColdItem) -> tuple[Endpoint, ...]:
         """The prefill engines that this request passes over while another can be used; never all of them. O(1), of a
@@ -360,6 +368,8 @@ class ColdAdmission:
         assert self._num_committed == len(committed)
         assert self._committed_bytes == sum(item.pull_bytes for item in committed)
         assert self._unbegun_bytes == sum(item.pull_bytes for item in committed - by_stage[_PULLING])
+        self._untold.validate()
+        assert set(self._untold.items()) == {item for item in by_stage[_PULLING] if not item.is_told}
         self._transfers.validate(by_stage[_HELD], by_stage[_PULLING])
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -418,6 +428,9 @@ class ColdAdmission:
     def _begin(self, item: ColdItem, decode: Endpoint, now_s: float) -> None:
         self._transfers.begin(item, decode, now_s)
         item.stage = _PULLING
+        if not item.is_told:
+            item.pulled_by_s = now_s + self._transfers.expected_s(item)
+            self._untold.push(item, item.pulled_by_s)
         if item.is_cold:
             self._unbegun_bytes -= item.pull_bytes
 
@@ -449,6 +462,8 @@ class ColdAdmission:
             self._transfers.unhold(item)
         else:
             self._transfers.end(item, now_s)
+            if item in self._untold:
+                self._untold.remove(item)
             if item.is_cold:
                 self._unbegun_bytes += item.pull_bytes
         item.decode = None

@@ -61,8 +61,8 @@ class Affinity:
             candidates: not empty, all of one tier.
             chance: in [0, 1).
             num_tokens: of the prompt.
-            held: tokens of the prompt that engines of the pool are expected to hold; those of another tier than the
-                candidates are passed over.
+            held: tokens of the prompt that engines of the pool are expected to hold; those that are no candidates are
+                passed over.
         """
         num = len(candidates)
         self._mean_tokens += (num_tokens - self._mean_tokens) * (MEAN_WEIGHT if self._mean_tokens else 1.0)
@@ -84,12 +84,12 @@ class Affinity:
         if held:
             most_active = load_bound(num_active, num, self._load_factor)
             most_recent = self._most_recent(num_active, num)
-            holders = list(held.items())
-            start, tier = int((scaled - first) * len(holders)), best.tier
+            holders = [(endpoint, held[endpoint]) for endpoint in candidates if endpoint in held]
+            start = int((scaled - first) * len(holders))
             for index in range(start - len(holders), start):
                 endpoint, num_held = holders[index]
                 active = endpoint.num_active
-                if active >= most_active or endpoint.tier != tier:
+                if active >= most_active:
                     continue
                 work = endpoint.num_uncached_tokens + weight * active - num_held
                 if work < least and self._recent.get(endpoint, 0) < most_recent:

@@ -90,12 +90,15 @@ class ColdItem:
     """
 
     # What most items never change is a value of the class.
-    answer: Answer | None = None
+    answer: Answer | None
     """The last one that was given for it."""
     is_cold = False
     """Whether it is bounded: at least ``warm_bytes`` are to be computed."""
     is_on_lane = False
     """Whether a prefill engine is counted as having it."""
+    is_told = True
+    """Whether the shell will tell when its KV is pulled. It cannot where the answer is not a stream: the transfer is
+    taken to be over when it should be."""
     uncached_bytes = 0
     pull_bytes = 0
     order = 0.0
@@ -106,6 +109,8 @@ class ColdItem:
     held_until_s = 0.0
     """A third of a lease after its prefill's answer; 0: it has not answered."""
     pull_began_s = 0.0
+    pulled_by_s = 0.0
+    """When its transfer should be over."""
     share_began_s = 0.0
     """What ``links.SharedTime`` of the decode engine was then."""
 
@@ -114,6 +119,7 @@ class ColdItem:
     ) -> None:
         assert num_uncached_tokens >= 0 and num_pull_tokens >= 0 and num_body_bytes >= 0
         self.stage = ColdStage.NEW
+        self.answer = None  # no default of the class: mypyc leaves one of a union of four unset
         self.num_uncached_tokens = num_uncached_tokens
         self.num_pull_tokens = num_pull_tokens
         self.num_body_bytes = num_body_bytes

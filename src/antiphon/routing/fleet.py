@@ -69,6 +69,8 @@ class Fleet:
         """As :meth:`Pool.pick`, but that ``ask.preferred`` goes before the policy while it is ready, with the
         ``num_matched_tokens`` that is set; and if the options say so, a ready engine that has pulled from ``partner``
         before goes first, unless it has ``load_factor`` times the mean load. O(n) only while the picked pair is cold.
+
+        An engine cannot pull from itself: one that is in both pools is never the partner's partner.
         """
         if ask is not None and ask.preferred is not None:
             preferred = ask.preferred
@@ -76,6 +78,9 @@ class Fleet:
                 assert preferred.role == "decode"
                 return preferred
         picked = self.decode.pick(now_s, chance, ask, avoid)
+        if partner is not None and picked is not None and picked.address == partner.address:
+            avoid = (*avoid, picked)
+            picked = self.decode.pick(now_s, chance, ask, avoid)
         if partner is None or picked is None or not self.options.prefers_warm_pairs:
             return picked
         ready = self.decode.ready

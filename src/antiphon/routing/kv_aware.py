@@ -40,6 +40,7 @@ class KvAware:
         self._prefixes = options.prefixes
         self._index: KvIndex = options.kv_index
         self._sent = PrefixIndex(SENT_ENTRIES_MAX, SENT_MAX_BYTES)
+        self._members: list[Endpoint] = []
         self.num_precise = 0
         """Picks by what engines say."""
         self.num_approximate = 0
@@ -63,8 +64,11 @@ class KvAware:
         return endpoint
 
     def set_members(self, endpoints: list[Endpoint]) -> None:
-        """The shares of those that are gone are nobody's."""
+        """The shares of those that are gone are nobody's, and what they were sent is of no concern."""
         self._affinity.set_members(endpoints)
+        for endpoint in set(self._members).difference(endpoints):
+            self._sent.forget(endpoint)
+        self._members = list(endpoints)
 
     def set_ready(self, endpoint: Endpoint) -> None:
         """Of no concern: loads are read where they are."""

@@ -57,12 +57,14 @@ class IndexOptions:
         blocks_max: blocks of one engine, about 250 bytes each; further ones are left out and counted.
         doubted_max: blocks of one engine that are known to be gone without word; one more and all are forgotten.
         scopes_max: scopes of prompts that are known at once.
+        adapters_max: names of adapters that engines have used; further ones are taken for models.
         prompts_max: prompts whose digests are kept for the next look-up.
     """
 
     blocks_max: int = 262_144
     doubted_max: int = 4_096
     scopes_max: int = 8_192
+    adapters_max: int = 4_096
     prompts_max: int = 32
 
 
@@ -99,6 +101,7 @@ class KvIndex:
         self._free_bits: list[int] = []
         self._num_bits = 0
         self._scopes: OrderedDict[bytes, bytes] = OrderedDict()
+        self._adapters: set[str] = set()
         self._prompts: OrderedDict[tuple[int, bytes], HashedPrompt] = OrderedDict()
         self.num_stored = 0
         self.num_removed = 0
@@ -118,6 +121,8 @@ class KvIndex:
     def store(self, endpoint: Endpoint, rank: int, stored: StoredBlocks) -> None:
         """The engine holds these blocks now."""
         self._heard[endpoint] = endpoint.life
+        if stored.adapter and len(self._adapters) < self._options.adapters_max:
+            self._adapters.add(stored.adapter)
         hashes, size = stored.hashes, stored.block_size
         num = len(hashes)
         if stored.medium not in DEVICE_MEDIA or stored.kind not in FULL_KINDS:
@@ -198,10 +203,13 @@ class KvIndex:
         scopes = self._scopes
         if scope in scopes:
             scopes.move_to_end(scope)
-            return
-        scopes[scope] = chain_root(adapter, cache_salt)
+        scopes[scope] = chain_root(adapter, cache_salt)  # again, too: that a model is an adapter may be new
         if len(scopes) > self._options.scopes_max:
             scopes.popitem(last=False)
+
+    def is_adapter(self, model: str) -> bool:
+        """Whether an engine has used an adapter of this name: requests for it name it as their model."""
+        return model in self._adapters
 
     def hears(self, endpoint: Endpoint) -> bool:
         """Whether the engine has said anything in its present life: what is not claimed then, it does not hold."""

@@ -188,13 +188,24 @@ class Life:
         if handle is not None and not self.is_handle_good:
             self.renew()
             return
+        if self.path == "cached" and not self._has_preferred and self.fleet.prefill.can_answer:
+            self.path = "pd"  # the engine that holds the prompt cannot have it: no other is to compute it
+            if self.ask is not None:
+                self.ask.preferred = None
+            self.connect_prefill()
+            return
         endpoint = self._reserved_decode()
         if endpoint is None:
             partner = handle.prefill if handle is not None else None
             endpoint = self.fleet.pick_decode(self.now_s, self.chance, self.ask, self.avoid_decode, partner)
             if endpoint is None:
                 self.abandon()
-                self.fail(self.failure or self._unavailable(self.fleet.decode, "no_decode_engine"))
+                if partner is not None and self._is_decode_too(partner):
+                    self.handle = None  # no other engine is left, and this one has the KV already
+                    self.path = "local"
+                    self.connect_decode()
+                else:
+                    self.fail(self.failure or self._unavailable(self.fleet.decode, "no_decode_engine"))
                 return
             self._take(self.fleet.decode, endpoint, has_prompt=handle is None)
         self.num_decode_tries += 1
@@ -358,6 +369,12 @@ class Life:
         if self.stage is _COMPLETING:
             assert self.handle is not None and self.is_closing
 
+    @property
+    def _has_preferred(self) -> bool:
+        """Whether the decode engine that was chosen for what it holds can have the request."""
+        preferred = self.ask.preferred if self.ask is not None else None
+        return preferred is not None and preferred.tier == TIER_READY and preferred not in self.avoid_decode
+
     def _unavailable(self, pool: Pool, code: FailureCode) -> RespondError:
         return RespondError(503, code, pool.retry_after_s(self.now_s))
 
@@ -369,11 +386,16 @@ class Life:
     def _pick_prefill(self) -> Endpoint | None:
         """An engine that has not failed this request; a ready one that it does not shun, if there is one."""
         pool, ask, avoid = self.fleet.prefill, self.ask, self.avoid_prefill
-        if ask is not None and ask.shunned and pool.ready:
-            endpoint = pool.pick(self.now_s, self.chance, ask, avoid + ask.shunned)
-            if endpoint is not None and endpoint.tier == TIER_READY:
-                return endpoint
+        if ask is not None and ask.shunned:
+            return pool.pick_sparing(self.now_s, self.chance, ask, avoid)
         return pool.pick(self.now_s, self.chance, ask, avoid)
+
+    def _is_decode_too(self, partner: Endpoint) -> bool:
+        """Whether the prefill engine is a decode engine that this request may go to."""
+        if self.is_closing:
+            return False
+        twin = self.fleet.decode.find(partner.url)
+        return twin is not None and twin.is_usable and twin not in self.avoid_decode
 
     def _has_decode(self, *, is_lost: bool) -> bool:
         pool = self.fleet.decode
@@ -405,6 +427,8 @@ class Life:
             return None
         self.attempt += 1
         self.endpoint, self.trial = endpoint, trial
+        if self.ask is not None:
+            self.ask.num_matched_tokens = 0  # what the last choice found is of another engine
         return endpoint
 
     def _take(self, pool: Pool, endpoint: Endpoint, *, has_prompt: bool) -> None:

@@ -26,9 +26,14 @@ class WarmPairs:
         return self._partners.get(prefill, {}).get(decode) == (prefill.life, decode.life)
 
     def cold(self, prefills: Iterable[Endpoint], decodes: Iterable[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
-        """The pairs that are not warm: what to warm before an endpoint is opened."""
+        """The pairs that are not warm: what to warm before an endpoint is opened. An engine is no pair with itself."""
         others = list(decodes)
-        return [(prefill, decode) for prefill in prefills for decode in others if not self.is_warm(prefill, decode)]
+        return [
+            (prefill, decode)
+            for prefill in prefills
+            for decode in others
+            if prefill.address != decode.address and not self.is_warm(prefill, decode)
+        ]
 
     def forget(self, endpoint: Endpoint) -> None:
         """The endpoint is gone."""

@@ -10,7 +10,8 @@ Loads are this router's own exact counts, never polled ones: a polled load is st
 endpoints a pick costs O(1), consistent_hash O(log n). Where no engine is ready, or some are to be avoided, picking is
 O(n): those are exceptions.
 
-A picker is given the endpoints to choose from, all of one tier; the pool decides which.
+A picker is given the endpoints to choose from, all of one tier; the pool decides which. Where it is not given all of
+the ready ones, picking is O(n) too.
 """
 
 from __future__ import annotations
@@ -143,6 +144,9 @@ class LeastLoad:
     def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         if candidates[0].tier != TIER_READY:
             return min(candidates, key=_load)
+        if len(candidates) != self._num:
+            start = int(chance * len(candidates))
+            return min(candidates[start:] + candidates[:start], key=_load)
         queues, lowest = self._queues, self._lowest
         while not queues[lowest]:  # rises by one for each request that was added: O(1) for each
             lowest += 1
@@ -197,13 +201,16 @@ class ConsistentHash:
         self._unplaced: list[Endpoint] | None = None
         """The members, while the ring is not made of them yet."""
         self._total = 0
+        self._num_ready = 0
 
     def pick(self, candidates: list[Endpoint], chance: float, ask: Ask | None) -> Endpoint:
         key = ask.key if ask is not None else None
         if key is None:
             return less_loaded_of_two(candidates, chance)
         tier = candidates[0].tier
-        total = self._total if tier == TIER_READY else sum(map(_load, candidates))
+        is_all = tier != TIER_READY or len(candidates) == self._num_ready
+        allowed = None if is_all else set(candidates)
+        total = self._total if is_all and tier == TIER_READY else sum(map(_load, candidates))
         bound = load_bound(total, len(candidates), self._load_factor)
         if self._unplaced is not None:
             self._place(self._unplaced)
@@ -211,7 +218,7 @@ class ConsistentHash:
         start = bisect_left(self._points, key)
         for index in range(start, start + len(owners)):
             endpoint = owners[index % len(owners)]
-            if endpoint.tier == tier and endpoint.num_active < bound:
+            if endpoint.tier == tier and endpoint.num_active < bound and (allowed is None or endpoint in allowed):
                 return endpoint
         raise AssertionError("some engine has at most the mean load")
 
@@ -230,7 +237,9 @@ class ConsistentHash:
         self._owners = [endpoints[index] for _, index in placed]
 
     def set_ready(self, endpoint: Endpoint) -> None:
-        self._total += endpoint.num_active if endpoint.tier == TIER_READY else -endpoint.num_active
+        is_ready = endpoint.tier == TIER_READY
+        self._total += endpoint.num_active if is_ready else -endpoint.num_active
+        self._num_ready += 1 if is_ready else -1
 
     def load_changed(self, endpoint: Endpoint, before: int) -> None:
         if endpoint.tier == TIER_READY:

@@ -170,6 +170,17 @@ class Pool:
             return self.picker.pick(self.ready, chance, ask)
         return self._pick_carefully(now_s, chance, ask, avoid)
 
+    def pick_sparing(self, now_s: float, chance: float, ask: Ask, avoid: Collection[Endpoint] = ()) -> Endpoint | None:
+        """As :meth:`pick`, but that the engines of ``ask.shunned`` are passed over while another is ready: the policy
+        chooses among the others. O(n)."""
+        left_out = {*ask.shunned, *avoid}
+        others = [endpoint for endpoint in self.ready if endpoint not in left_out]
+        if not others:
+            return self.pick(now_s, chance, ask, avoid)
+        ask.num_matched_tokens = 0
+        due = self._due(now_s) if self._imperfect and not avoid else None
+        return due if due is not None else self.picker.pick(others, chance, ask)
+
     def begin(self, endpoint: Endpoint, num_tokens: int = 0) -> int:
         """A request goes there. Returns the number of the trial if it is one, else 0; :meth:`end` takes it back.
 
@@ -343,10 +354,8 @@ class Pool:
         ready, waiting, down = self.ready, self._tiers[TIER_WAITING], self._tiers[TIER_DOWN]
         if ready:
             if not avoid:  # a request that has failed once is not used to try another doubtful engine
-                for endpoint in (*waiting, *down):
-                    if not endpoint.trial and now_s >= endpoint.retry_at_s:
-                        return endpoint
-                return self.picker.pick(ready, chance, ask)
+                due = self._due(now_s)
+                return due if due is not None else self.picker.pick(ready, chance, ask)
             others = [endpoint for endpoint in ready if endpoint not in avoid]
             others = others or [endpoint for endpoint in waiting if not endpoint.trial and endpoint not in avoid]
             if others:
@@ -359,6 +368,13 @@ class Pool:
                 return min(others, key=_load)
         untried = [endpoint for endpoint in down if not endpoint.trial and endpoint not in avoid]
         return min(untried, key=_badness, default=None)
+
+    def _due(self, now_s: float) -> Endpoint | None:
+        """A doubtful engine whose next try is due."""
+        for endpoint in (*self._tiers[TIER_WAITING], *self._tiers[TIER_DOWN]):
+            if not endpoint.trial and now_s >= endpoint.retry_at_s:
+                return endpoint
+        return None
 
     def _succeeded(self, endpoint: Endpoint, trial: int) -> None:
         endpoint.num_succeeded += 1

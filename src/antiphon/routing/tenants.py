@@ -7,7 +7,11 @@ its cost over the tenant's weight. So the work that is admitted is shared by wei
 tenant leaves goes to the others, and whoever was idle is owed nothing. A tenant that its own limits hold back is passed
 over, and is owed nothing for that time either.
 
-Always true: no more are in flight than ``in_flight_max`` and than each tenant's ``concurrent_max``; a tenant's requests
+A request in flight that has to wait for something else may step aside: then others have its place, of all tenants, and
+it takes one past the limit when it goes on. So what waits there keeps nobody from engines that are idle.
+
+Always true: no more are in flight than ``in_flight_max``, but for those that have stepped aside and in again, and than
+each tenant's ``concurrent_max``, those that are aside among them; a tenant's requests
 are admitted in the order in which they came; over any time, a tenant is admitted no more than its burst and its rate
 allow. While two tenants wait and neither is held back by limits of its own, their admitted work over their weights
 differs by at most one request of each. ``validate`` checks what can be checked at a moment.
@@ -81,6 +85,7 @@ class TenantStatistics:
         refused: by code, every code named.
         admitted_cost: of what was admitted, corrected by what it cost in the end.
         waited_s: of what was admitted, in all.
+        ended_cost: of what was admitted and has ended: it never goes down.
     """
 
     name: str
@@ -91,6 +96,7 @@ class TenantStatistics:
     refused: dict[str, int] = field(default_factory=dict)
     admitted_cost: int = 0
     waited_s: float = 0.0
+    ended_cost: int = 0
 
 
 class Admit:
@@ -176,6 +182,8 @@ class _Account:
         self.is_held_back = False
         """By a limit of its own, when that was last looked at."""
         self.num_in_flight = 0
+        self.num_aside = 0
+        """Of those in flight."""
         self.waiting: OrderedDict[object, _Entry] = OrderedDict()
         self.waiting_cost = 0
         self.head_cost = 0
@@ -184,6 +192,7 @@ class _Account:
         self.num_left_waiting = 0
         self.admitted_cost = 0
         self.waited_s = 0.0
+        self.ended_cost = 0
         self.refused: dict[str, int] = dict.fromkeys(CODES, 0)
 
     def limit(self, cost: int, now_s: float) -> str:
@@ -210,6 +219,9 @@ class _Account:
 
 class _Entry:
     """One request that waits or is in flight."""
+
+    is_aside = False
+    has_been_aside = False
 
     def __init__(self, account: _Account, cost: int, now_s: float) -> None:
         self.account = account
@@ -239,11 +251,13 @@ class Tenants:
         self._virtual = 0.0
         """The start of the request that was admitted last."""
         self.num_in_flight = 0
+        """Of all tenants, without those that are aside."""
+        self._num_aside = 0
 
     @property
     def num_waiting(self) -> int:
         """Requests of all tenants that wait."""
-        return len(self._entries) - self.num_in_flight
+        return len(self._entries) - self.num_in_flight - self._num_aside
 
     def offer(self, item: object, tenant: str, cost: int, now_s: float) -> Verdict:
         """A request has come.
@@ -282,6 +296,29 @@ class Tenants:
         account.waiting_cost += cost
         return WAIT
 
+    def step_aside(self, item: object, now_s: float) -> list[object]:
+        """A request in flight has to wait for something else. Returns those that are admitted to its place, in order.
+        It keeps its place where its tenant has ``queue_max`` requests aside already."""
+        entry = self._entries[item]
+        account = entry.account
+        assert not entry.is_waiting and not entry.is_aside
+        if account.num_aside >= account.queue_max:
+            return []
+        entry.is_aside = entry.has_been_aside = True
+        account.num_aside += 1
+        self._num_aside += 1
+        self.num_in_flight -= 1
+        return self._admit(now_s) if self._waiting else []
+
+    def step_in(self, item: object) -> None:
+        """It goes on. One that is not aside makes no difference."""
+        entry = self._entries.get(item)
+        if entry is not None and entry.is_aside:
+            entry.is_aside = False
+            entry.account.num_aside -= 1
+            self._num_aside -= 1
+            self.num_in_flight += 1
+
     def leave(self, item: object, now_s: float, cost: int | None = None) -> list[object]:
         """A request has ended, or its client has left while it waited. Returns those that are admitted instead, in
         order. One that was refused, or has left before, makes no difference.
@@ -290,6 +327,7 @@ class Tenants:
             cost: what it cost in the end, in tokens, 0 and up; None: what was expected. Shares and the token rate go by
                 this.
         """
+        self.step_in(item)
         entry = self._entries.pop(item, None)
         if entry is None:
             return []
@@ -300,6 +338,7 @@ class Tenants:
         else:
             account.num_in_flight -= 1
             self.num_in_flight -= 1
+            account.ended_cost += entry.cost if cost is None else cost
             if cost is not None and cost != entry.cost:
                 more = cost - entry.cost
                 account.admitted_cost += more
@@ -339,6 +378,7 @@ class Tenants:
                 dict(account.refused),
                 account.admitted_cost,
                 account.waited_s,
+                account.ended_cost,
             )
             for account in self._accounts.values()
         ]
@@ -430,13 +470,16 @@ class Tenants:
         """Assert the invariants; with the time of the last :meth:`tick` or :meth:`leave`, also that none waits whom
         nothing holds back."""
         accounts = self._accounts.values()
-        assert 0 <= self.num_in_flight <= self._in_flight_max
-        assert self.num_in_flight == sum(account.num_in_flight for account in accounts)
-        assert len(self._entries) == self.num_in_flight + sum(len(account.waiting) for account in accounts)
+        num_past = sum(entry.has_been_aside and not entry.is_aside for entry in self._entries.values())
+        assert 0 <= self.num_in_flight <= self._in_flight_max + num_past
+        assert self._num_aside == sum(account.num_aside for account in accounts)
+        assert self.num_in_flight + self._num_aside == sum(account.num_in_flight for account in accounts)
+        assert self.num_waiting == sum(len(account.waiting) for account in accounts)
         assert list(self._waiting) == [account for account in self._waiting if account.waiting]
         for account in accounts:
             assert (account in self._waiting) == bool(account.waiting)
-            assert 0 <= account.num_in_flight <= account.concurrent_max
+            assert 0 <= account.num_aside <= account.num_in_flight <= account.concurrent_max
+            assert account.num_aside <= account.queue_max
             assert len(account.waiting) <= account.queue_max
             assert account.waiting_cost == sum(entry.cost for entry in account.waiting.values())
             for item, entry in account.waiting.items():

@@ -152,6 +152,12 @@ class Transfers:
             self._free_bytes -= books.free_bytes - left
             books.free_bytes = left
 
+    def expected_s(self, item: ColdItem) -> float:
+        """How long one that begins now takes: all that is in flight there, at the rate of its pair."""
+        assert item.decode is not None
+        books = self._books[item.decode]
+        return books.in_flight_bytes / self.links.bytes_s(item.prefill, item.decode)
+
     def end(self, item: ColdItem, now_s: float) -> None:
         """It is over, well or not."""
         assert item.decode is not None

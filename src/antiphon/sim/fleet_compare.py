@@ -97,10 +97,11 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> Iterator[str
     num_prompt = sum(arrival.num_tokens for arrival in arrivals) * model.scale / number
     num_output = sum(arrival.num_output for arrival in arrivals) * model.scale / number
     num_blocks = options.prefill * model.kv_tokens // BLOCK_TOKENS
-    yield f"{options.prefill} prefill and {options.decode} decode engines; {number} requests of {source}, seed {options.seed}"
+    engines = f"{options.prefill} prefill and {options.decode} decode engines"
+    yield f"{engines}; {number} requests of {source}, seed {options.seed}"
     yield (
-        f"prompts of {num_prompt:.0f} and answers of {num_output:.0f} tokens on average; lengths divided by {model.scale}, "
-        f"times by {rate_scale:.3g}"
+        f"prompts of {num_prompt:.0f} and answers of {num_output:.0f} tokens on average; "
+        f"lengths divided by {model.scale}, times by {rate_scale:.3g}"
     )
     yield f"computing every prompt would take {cold_load(options, arrivals):.2f} of the prefill engines' time"
     yield (
@@ -108,4 +109,5 @@ def compare(options: CompareOptions, say: Callable[[str], None]) -> Iterator[str
         f"prefill engines, {bound_hit_rate(arrivals, model.scale, None):.1%} without end"
     )
     yield ""
+    yield "P and D requests, P work: the most loaded engine over the mean"
     yield from policy_table(run_policies(options, arrivals, say))

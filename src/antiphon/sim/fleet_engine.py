@@ -4,8 +4,8 @@
 one H200; what was not measured says so. Times to first token in ms, measured and by this model:
 
     prompt tokens     2,048      8,192      16,000     32,768
-    prefill           54, 59     220, 218   483, 472   1,240, 1,245
-    all of it held    20, 19     34, 31     48, 47     80, 81
+    prefill           54, 59     220, 218   483, 480   1,240, 1,257
+    all of it held    20, 19     34, 32     48, 48     80, 81
 
 Prefill is first come, first served, in steps of a limited number of tokens; a prompt's blocks are held from its first
 step until the decode engine has pulled them. Decode is a batch whose sequences go on at one pace. A prompt that finds
@@ -36,8 +36,8 @@ class EngineModel:
     """What an engine can do.
 
     Args:
-        front_s, front_token_s: of each request, and of each token of its prompt: HTTP, tokenizer, scheduling. It adds to
-            the time to first token and takes nothing from other requests.
+        front_s, front_token_s: of each request, and of each token of its prompt: HTTP, tokenizer, scheduling. It adds
+            to the time to first token and takes nothing from other requests.
         token_s, pair_s: of prefill, of each token, and of each pair of a token and one before it.
         step_s: of a step of prefill.
         step_tokens: tokens of a step: vLLM's ``max_num_batched_tokens``.

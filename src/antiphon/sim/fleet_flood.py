@@ -15,7 +15,7 @@ from math import inf
 from random import Random
 
 from antiphon.routing.admission import ColdAdmission
-from antiphon.routing.cold import Admit, AdmissionOptions, ColdItem, Refuse, Wait
+from antiphon.routing.cold import AdmissionOptions, Admit, ColdItem, Refuse, Wait
 from antiphon.sim.fleet_engine import EngineModel
 from antiphon.sim.fleet_policies import KV_AWARE
 from antiphon.sim.fleet_report import table, time_text
@@ -28,6 +28,9 @@ WARM_UP = "warm-up"
 
 POLL_S = 1.0
 """Between two readings of the decode engines' metrics."""
+
+NUM_COLD = 64
+"""Prompts of a flood, where nothing else is asked for."""
 
 WARM_UP_S = 60.0
 """Virtual seconds before the flood, in which the engines come to hold the beginnings."""
@@ -46,7 +49,7 @@ class FloodOptions:
             on.
     """
 
-    num_cold: int = 64
+    num_cold: int = NUM_COLD
     cold_tokens: int = 32_768
     warm_rate_per_s: float = 20.0
     num_beginnings: int = 32
@@ -192,7 +195,7 @@ class FloodRun:
     decode: int
     model: EngineModel
     seed: int = 1
-    prompts: int = FloodOptions.num_cold
+    prompts: int = NUM_COLD
     has_off: bool = True
     has_on: bool = True
     policy: str = KV_AWARE
@@ -226,12 +229,13 @@ def flood_lines(run: FloodRun, say: Callable[[str], None]) -> list[str]:
     options = replace(FloodOptions(), num_cold=run.prompts)
     results = run_flood(run, options, say)
     bytes_each = options.cold_tokens // run.model.scale * run.model.kv_bytes
+    engines = f"{run.prefill} prefill and {run.decode} decode engines"
+    lengths = f"of {options.warm_tokens} + {options.new_tokens} tokens, {options.num_beginnings} beginnings"
+    measured = f"measured for {options.window_s:g} s from the flood on"
     return [
-        f"{run.prefill} prefill and {run.decode} decode engines, policy {run.policy}, network cards of "
-        f"{run.model.card_bytes_per_s / 1e9:g} GB/s",
-        f"warm: {options.warm_rate_per_s:g} requests a second of {options.warm_tokens} + {options.new_tokens} tokens, "
-        f"{options.num_beginnings} beginnings; measured for {options.window_s:g} s from the flood on",
-        f"flood: {options.num_cold} prompts of {options.cold_tokens} tokens at once, {bytes_each / 1e9:.1f} GB of KV each",
+        f"{engines}, policy {run.policy}, network cards of {run.model.card_bytes_per_s / 1e9:g} GB/s",
+        f"warm: {options.warm_rate_per_s:g} requests a second {lengths}; {measured}",
+        f"flood: {options.num_cold} prompts of {options.cold_tokens} tokens at once, {bytes_each / 1e9:.1f} GB each",
         "",
         *flood_table(results),
     ]

@@ -4,8 +4,8 @@ A transfer gets the smaller of the two equal shares, of the sender's card and of
 use is not given to others, so that the model errs on the side of slow transfers. A transfer begins with a fixed latency
 in which it takes no share.
 
-Always true: the rates of the transfers of a card add up to at most its bandwidth, and the bytes that have come are those
-that were sent. It does not model switches, congestion between cards, or loss.
+Always true: the rates of the transfers of a card add up to at most its bandwidth, and the bytes that have come are
+those that were sent. It does not model switches, congestion between cards, or loss.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Knowledge:
 
     def num_matched(self, endpoint: Endpoint) -> int:
         """Tokens of the prompt that the engine holds, or will when the prompt's turn comes."""
-        blocks, coming = self.blocks[endpoint], self._coming.get(endpoint, {})
+        blocks, coming = self.blocks[endpoint], self._coming.setdefault(endpoint, Counter())
         num = blocks.match(self.keys)
         while num < len(self.keys) and self.keys[num] in coming:
             num += 1

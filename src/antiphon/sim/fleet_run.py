@@ -1,8 +1,8 @@
 """A fleet in virtual time: requests come, the real policies choose engines, modelled engines serve them.
 
 A request goes to a prefill engine, waits there, is computed, goes to a decode engine chosen then, which pulls what it
-lacks of the KV, and has its first token after one step of that engine's batch. The loads that the policies see are those
-of the real ``Pool``; what they see of the engines' KV comes through KV events, with their delay.
+lacks of the KV, and has its first token after one step of that engine's batch. The loads that the policies see are
+those of the real ``Pool``; what they see of the engines' KV comes through KV events, with their delay.
 
 Always true: every request ends; a prompt's tokens are each held or computed, once; no engine holds more KV than it has.
 It does not simulate failures: ``antiphon sim routing`` does.
@@ -10,7 +10,7 @@ It does not simulate failures: ``antiphon sim routing`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -77,10 +77,9 @@ class FleetResult:
         num_tokens, num_hit: of all prompts, and how many of them their prefill engines held.
         num_pulled: tokens that decode engines pulled.
         first_token_s: of each request, by label, in the order of their ends.
-        shares: of the prefill engines, requests received.
+        shares, decode_shares: requests that each prefill engine and each decode engine got.
         work_s: of the prefill engines, time in which they computed.
         span_s: from the first request to the end of the last.
-        capacity_s: ``span_s`` over all prefill engines.
     """
 
     policy: str
@@ -89,6 +88,7 @@ class FleetResult:
     num_pulled: int = 0
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
     shares: list[int] = field(default_factory=list)
+    decode_shares: list[int] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
     span_s: float = 0.0
 
@@ -106,6 +106,11 @@ class FleetResult:
     def skew(self) -> float:
         """The most requests of a prefill engine over their mean."""
         return max(self.shares) * len(self.shares) / sum(self.shares)
+
+    @property
+    def decode_skew(self) -> float:
+        """The same of the decode engines."""
+        return max(self.decode_shares) * len(self.decode_shares) / sum(self.decode_shares)
 
     @property
     def work_skew(self) -> float:
@@ -153,7 +158,10 @@ class FleetSimulation:
             endpoint = self.policies.add("decode", f"http://d{number}:8000")
             listener = self.policies.listener(endpoint)
             self.decodes[endpoint] = DecodeEngine(f"D{number}", model, self.timeline, listener, self.links)
-        self.knowledge.blocks = {one: engine.blocks for one, engine in (*self.prefills.items(), *self.decodes.items())}
+        self.knowledge.blocks = {
+            **{endpoint: engine.blocks for endpoint, engine in self.prefills.items()},
+            **{endpoint: engine.blocks for endpoint, engine in self.decodes.items()},
+        }
 
     def run(self) -> FleetResult:
         """To the end of the last request."""
@@ -164,6 +172,7 @@ class FleetSimulation:
         result = self.result
         result.span_s = self.timeline.now_s - self._arrivals[0][0].at_s
         result.shares = [engine.num_requests for engine in self.prefills.values()]
+        result.decode_shares = [engine.num_requests for engine in self.decodes.values()]
         result.work_s = [engine.busy_s for engine in self.prefills.values()]
         return result
 
@@ -189,21 +198,23 @@ class FleetSimulation:
         tokens = token_ids(arrival, scale)
         data = prompt_bytes(tokens)
         ask = Ask(affinity_key(None, None, data), Prompt(SCOPE, data, len(tokens), tokens))
-        self.begin(Ride(job, ask, arrival, label))
+        self._read(Ride(job, ask, arrival, label))
         self._next_arrival(number + 1)
 
-    def begin(self, ride: Ride) -> None:
-        """A request has come."""
-        self.timeline.after(ROUTER_S, lambda: self.prefill(ride, ()))
+    def _read(self, ride: Ride) -> None:
+        self.timeline.after(ROUTER_S, lambda: self.begin(ride))
 
-    def prefill(self, ride: Ride, avoid: Collection[Endpoint]) -> Endpoint:
-        """Send it to a prefill engine: the policy's, unless that is one of ``avoid`` and there is another."""
+    def begin(self, ride: Ride) -> None:
+        """The router has read a request."""
+        self.prefill(ride)
+
+    def prefill(self, ride: Ride, shunned: tuple[Endpoint, ...] = ()) -> Endpoint:
+        """Send it to a prefill engine, none of ``shunned`` if there is another."""
         pool = self.policies.prefill
         self.knowledge.keys = ride.job.keys
         now_s, chance, job = self.timeline.now_s, self._chance.random(), ride.job
-        endpoint = pool.pick(now_s, chance, ride.ask)
-        if endpoint in avoid:
-            endpoint = pool.pick(now_s, chance, ride.ask, avoid)
+        ride.ask.shunned = shunned
+        endpoint = pool.pick_sparing(now_s, chance, ride.ask) if shunned else pool.pick(now_s, chance, ride.ask)
         assert endpoint is not None
         ride.prefill = endpoint
         ride.num_added = max(0, job.num_tokens - ride.ask.num_matched_tokens)

@@ -9,8 +9,8 @@ A trace is a file of one JSON object a line, in the order of arrival:
                    equal tokens there and before
 
 Lengths are divided by ``scale``: one token of the simulation stands for so many of the trace, and the engines' model is
-scaled with it, so that times and shares stay those of the whole trace. The requests of a burst are spread at random over
-the time until the next timestamp, for a timestamp that is rounded to seconds says nothing about simultaneity.
+scaled with it, so that times and shares stay those of the whole trace. The requests of a burst are spread at random
+over the time until the next timestamp, for a timestamp that is rounded to seconds says nothing about simultaneity.
 
 Token ids and bytes follow from the hash ids alone: equal prefixes, and only they, are equal as either.
 
@@ -24,7 +24,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from math import inf
 from pathlib import Path
 from random import Random
@@ -152,7 +152,7 @@ def _spread(
 ) -> Iterator[Arrival]:
     """Bursts, each spread until the next one begins; the last as far as the one before it."""
     starts = sorted({row[0] for row in rows})
-    width_s = {one: after - one for one, after in zip(starts, starts[1:], strict=False)}
+    width_s = {one: after - one for one, after in pairwise(starts)}
     width_s[starts[-1]] = width_s[starts[-2]] if len(starts) > 1 else 1.0
     times = sorted((row[0] + chance.random() * width_s[row[0]], number) for number, row in enumerate(rows))
     for at_s, number in times:

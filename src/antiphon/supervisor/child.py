@@ -383,4 +383,4 @@ def describe_exit(returncode: int) -> str:
 
 def _taken_port(plan: ProcessPlan) -> tuple[str, int] | None:
     """The first port of the plan that something listens on already, with its use; None when all are free."""
-    return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.listens_on, port)), None)
+    return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.listens_on(use), port)), None)

@@ -16,10 +16,11 @@ from antiphon.core.errors import UpstreamError
 from antiphon.engine import vllm
 from antiphon.protocol.state import DeploymentState, ProcessState
 from antiphon.supervisor import procfs, store
+from antiphon.supervisor.router_load import RouterLoad, ask_router
 
 SCRAPE_TIMEOUT_S = 2.0
-CACHE_STATUS_TIMEOUT_S = 0.5
-"""A cache server answers from its books, without waiting for a step of a model."""
+STATUS_TIMEOUT_S = 0.5
+"""A cache server and a router answer from their books, without waiting for a step of a model."""
 ShownState = Literal["starting", "ready", "restarting", "failed", "stopped", "dead"]
 
 
@@ -50,6 +51,8 @@ class ProcessRow:
     """Bytes that they occupy."""
     total_bytes: int | None = None
     """Bytes of its memory for KV."""
+    waiting: RouterLoad | None = None
+    """What waits in a router; None where unknown or not a router."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,12 @@ def judge(state: DeploymentState) -> DeploymentReport:
 
 
 async def _with_load(row: ProcessRow, timeout_s: float) -> ProcessRow:
-    if row.kind == "router" or row.state != "ready":
+    if row.state != "ready":
         return row
+    if row.kind == "router":
+        return replace(row, waiting=await ask_router(row.base_url, timeout_s=min(timeout_s, STATUS_TIMEOUT_S)))
     if row.kind == "cache_server":
-        return await _with_cache(row, min(timeout_s, CACHE_STATUS_TIMEOUT_S))
+        return await _with_cache(row, min(timeout_s, STATUS_TIMEOUT_S))
     try:
         metrics = await vllm.scrape_metrics(row.base_url, timeout_s=timeout_s)
     except UpstreamError:
@@ -193,9 +198,9 @@ async def _with_cache(row: ProcessRow, timeout_s: float) -> ProcessRow:
 
 
 async def with_load(report: DeploymentReport, *, timeout_s: float = SCRAPE_TIMEOUT_S) -> DeploymentReport:
-    """The same report with what each ready engine and cache server tells within ``timeout_s``; all are asked at once.
+    """The same report with what each ready process tells within ``timeout_s``; all are asked at once.
 
-    A cache server has 0.5 s at most.
+    A cache server and a router have 0.5 s at most.
     """
     rows = await asyncio.gather(*(_with_load(row, timeout_s) for row in report.processes))
     return replace(report, processes=tuple(rows))

@@ -77,9 +77,7 @@ class EngineMetrics:
             lines += _simple(f"{name}_total", "counter", samples)
         for name, histogram in self._histograms():
             lines += _histogram(name, labels, histogram)
-        spec = engine.options.spec
-        info = f'{labels},block_size="{spec.block_size_tokens}",num_gpu_blocks="{spec.kv_blocks}"'
-        lines += _simple("vllm:cache_config_info", "gauge", [(info, 1)])
+        lines += _simple("vllm:cache_config_info", "gauge", [(_cache_labels(engine), 1)])
         return ("\n".join(lines) + "\n").encode()
 
     def _counters(self, engine: SimulatedEngine) -> list[tuple[str, float]]:
@@ -108,6 +106,20 @@ class EngineMetrics:
             ("vllm:nixl_xfer_time_seconds", self.transfer_time),
             ("vllm:nixl_bytes_transferred", self.transfer_bytes),
         ]
+
+
+def _cache_labels(engine: SimulatedEngine) -> str:
+    """Those of vLLM's ``cache_config_info`` that mean something here; it has no model's name."""
+    spec = engine.options.spec
+    values = {
+        "block_size": spec.block_size_tokens,
+        "cache_dtype": "auto",
+        "enable_prefix_caching": True,
+        "engine": 0,
+        "kv_cache_size_tokens": spec.kv_blocks * spec.block_size_tokens,
+        "num_gpu_blocks": spec.kv_blocks,
+    }
+    return ",".join(f'{name}="{value}"' for name, value in values.items())
 
 
 def _gauges(engine: SimulatedEngine) -> list[tuple[str, float]]:
