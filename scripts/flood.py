@@ -7,8 +7,12 @@ whose prompts the engines hold but for some tokens, come at a steady rate; cold 
 the time to the first token of the warm ones: without a flood, with one, and with one through a second router without
 admission.
 
-Prints a table; exits 1 where warm requests under the flood, with admission, take more than FACTOR times what they take
-without one, at the 99th percentile. Needs two cores, 10 GB of memory and the environment of `make install-dev`.
+In production engines have machines of their own. Here all share the cores of one, so that an engine that computes slows
+the others whoever sent it there. The measure is therefore what warm requests take on the other prefill engine, without
+a flood, while the one that cold prompts are kept to computes prompts of somebody else, one at a time.
+
+Prints a table; exits 1 where warm requests under the flood, with admission, take more than FACTOR times that, at the
+99th percentile. Needs two cores, 10 GB of memory and the environment of `make install-dev`.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,12 +63,21 @@ WARM_HELD_TOKENS = 256
 WARM_NEW_TOKENS = 100
 WARM_INTERVAL_S = 2.0
 FACTOR = 1.5
+BUSY = "no flood, that engine busy"
 
 
 def tokens(num: int, seed: int) -> list[int]:
     """``num`` token ids; another seed shares no prefix."""
     rng = random.Random(seed)
     return [rng.randrange(100, 40_000) for _ in range(num)]
+
+
+async def keep_busy(engine: str, seed: int) -> None:
+    """Let a prefill engine compute one cold prompt after the other, which the router knows nothing of."""
+    async with httpx.AsyncClient(timeout=600) as http:
+        while True:
+            await first_token_s(http, engine, tokens(COLD_TOKENS, seed))
+            seed += 1
 
 
 def free_places() -> dict[str, int]:
@@ -81,17 +93,12 @@ def free_places() -> dict[str, int]:
         return {name: base + 2 * number for number, name in enumerate(PORTS)}
 
 
-engines: Counter[str] = Counter()
-"""Requests by prefill engine, as the answers say."""
-
-
 async def first_token_s(http: httpx.AsyncClient, url: str, prompt: list[int]) -> float:
     """Seconds from sending a request to its first token."""
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
     began_s = time.monotonic()
     found_s = None
     async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
-        engines[answer.headers.get("x-antiphon-prefill", "")] += 1
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()}")
         async for line in answer.aiter_lines():
@@ -122,7 +129,7 @@ async def traffic(url: str, seed: int, num_warm: int, num_cold: int) -> tuple[li
 
 @contextlib.contextmanager
 def plain_router(url: dict[str, str], ports: dict[str, int], prefill: list[str]) -> Iterator[str]:
-    """A second router before the same engines, without admission."""
+    """A second router before engines of the same deployment, without admission."""
     command = [sys.executable, "-m", "antiphon", "router", "--port", str(ports["plain"]), "--policy", "prefix_aware"]
     for engine in prefill:
         command += ["--prefill", engine]
@@ -165,6 +172,12 @@ async def run(num_warm: int, num_cold: int) -> int:
         for _ in range(2):
             await traffic(url["router"], 100, 2, 0)  # the first transfers between two engines
         found["no flood"] = await traffic(url["router"], 20_000, num_warm, 0)
+        lane = httpx.get(f"{url['router']}/status").json()["cold_admission"]["lane"]
+        busy = asyncio.create_task(keep_busy(lane[0], 80_000))
+        with plain_router(url, ports, [engine for engine in prefill if engine != lane[0]]) as plain:
+            found[BUSY] = await traffic(plain, 30_000, num_warm, 0)
+        busy.cancel()
+        await asyncio.wait([busy])
         found["admission"] = await traffic(url["router"], 40_000, num_warm, num_cold)
         with plain_router(url, ports, prefill) as plain:
             found["none"] = await traffic(plain, 60_000, num_warm, num_cold)
@@ -177,9 +190,8 @@ async def run(num_warm: int, num_cold: int) -> int:
         p99 = statistics.quantiles(warm, n=100, method="inclusive")[98]
         print(f"  {name:44} {statistics.median(warm):8.3f} {p99:7.3f} {cold_s:9.1f}")
     p99s = {name: statistics.quantiles(warm, n=100, method="inclusive")[98] for name, (warm, _) in found.items()}
-    ratio = p99s["admission"] / p99s["no flood"]
-    plain = p99s["none"] / p99s["no flood"]
-    print(f"p99 over that without a flood: {ratio:.2f} with admission, {plain:.2f} without")
+    ratio, plain = p99s["admission"] / p99s[BUSY], p99s["none"] / p99s[BUSY]
+    print(f"p99 over that of the second line: {ratio:.2f} with admission, {plain:.2f} without")
     return 0 if ratio <= FACTOR else 1
 
 

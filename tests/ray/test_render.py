@@ -73,7 +73,7 @@ def changed(knob: Knob) -> Any:
         return next(choice for choice in knob.choices if choice != knob.default)
     if knob.kind in ("int", "float", "bytes"):
         return next(
-            value for value in (1, 0.5, 7, 2_000_000, 64, 4096) if value != knob.default and is_valid(knob, value)
+            value for value in (1, 0.5, 7, 2_000_000, 64, 4096, 1e8) if value != knob.default and is_valid(knob, value)
         )
     return {"list": ["a"], "mapping": {"a": "b"}}.get(knob.kind, "x")
 

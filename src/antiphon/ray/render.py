@@ -138,4 +138,6 @@ def _without_secrets(value: Any, name: str) -> Any:
 
 def _yaml(values: dict[str, Any]) -> str:
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    if yaml.safe_load(text) != values:  # a letter that YAML takes for the end of a line: as an escape it stays one
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=120)
     return text
