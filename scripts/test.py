@@ -252,6 +252,12 @@ def summarize(total: Outcome, left_out: list[str], logs: Path | None) -> str:
     return "\n".join(lines)
 
 
+def hear_interrupts() -> None:
+    """A shell that starts this in the background has it ignore Ctrl-C, and so would every process of the tests."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(arguments: list[str]) -> int:
     names = list(dict.fromkeys(group.name for group in GROUPS))
     parser = argparse.ArgumentParser(description="Run every check and every test.")
@@ -260,6 +266,7 @@ def main(arguments: list[str]) -> int:
     wanted = options.only.split(",") if options.only else names
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"no such group: {', '.join(unknown)}")
+    hear_interrupts()
     total = Outcome()
     folder = Path(tempfile.mkdtemp(prefix="antiphon-test-"))
     for group in GROUPS:

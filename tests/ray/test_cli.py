@@ -32,6 +32,7 @@ def test_from_ray_prints_a_spec_that_can_be_checked() -> None:
     result = render("--from-ray", str(DATA / "nixl.yaml"))
     assert result.exit_code == 0, result.output
     assert "notice: decode_config.engine_kwargs.enforce_eager: true on CPU" in result.stderr
+    assert "notice: prefill_config: max_replicas, targets: only Ray knows these" in result.stderr
     Path("spec.yaml").write_text(result.stdout)
     spec = load_spec("spec.yaml")
     assert (spec.model.path, spec.prefill.replicas, spec.decode.replicas) == (MODEL, 2, 6)

@@ -40,10 +40,11 @@ class RouterProcess:
         found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=30).json()
         return found
 
-    def ask(self, prompt: list[int] | str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    def ask(self, prompt: list[int] | str, key: str = "", **fields: Any) -> tuple[str, dict[str, Any]]:
         """The text of a greedy answer, and the receipt with what the engines reported."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
         assert answer.status_code == 200, answer.text
         receipt = httpx.get(f"{self.url}/receipts/{answer.headers['x-antiphon-receipt']}?wait=5", timeout=30).json()
         assert receipt["path"] == answer.headers["x-antiphon-path"]
@@ -200,3 +201,30 @@ def test_a_repeated_prefix_goes_to_the_engine_that_holds_it(
                 assert receipt["decode"] == home, f"turn {turn} of {seed}"
                 by_source = receipt["tokens"]["by_source"]
                 assert by_source["device"] >= 2 * BLOCK, by_source
+
+
+def test_tenants_share_no_kv(
+    deployment: Deployment,
+    start_router: Callable[..., contextlib.AbstractContextManager[RouterProcess]],
+    tmp_path: Path,
+) -> None:
+    """The same prompt of two tenants is computed twice, and of one tenant once; without a key there is no answer."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.keys").write_text(f"sk-{name}-0123456789abcdef\n")
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("tenants: [{name: a, api_key_files: [a.keys]}, {name: b, api_key_files: [b.keys]}]\n")
+    prompt = tokens(2 * CHUNK + 10, seed=4006)
+    flags = ("--prefill", deployment.prefill_url, "--decode", deployment.decode_url, "--policy", "kv_aware")
+    with start_router(*flags, "--cache-server", deployment.cache_url, "--tenants-file", str(tenants)) as router:
+        found = []
+        for name in ("a", "b", "a"):
+            text, receipt = router.ask(prompt, key=f"sk-{name}-0123456789abcdef")
+            assert receipt["tenant"] == name
+            found.append((text, receipt["tokens"]["by_source"]))
+        assert len({text for text, _ in found}) == 1
+        for _, by_source in found[:2]:
+            assert by_source["device"] == by_source["l1"] == 0, "it was computed by someone before"
+        assert found[2][1]["device"] >= 2 * CHUNK
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+        for headers in ({}, {"authorization": "Bearer sk-c-0123456789abcdef"}):
+            assert httpx.post(f"{router.url}/v1/completions", json=body, headers=headers).status_code == 401

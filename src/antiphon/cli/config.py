@@ -187,7 +187,12 @@ def _spec_of_serve_file(path: Path, show_secrets: bool) -> tuple[str, list[objec
     application = read_serve_file(path)
     found = mapped(application.args, name=application.name, folder=application.folder)
     file = spec_as_file(found.spec, show_secrets=show_secrets)
-    return file.text, [*application.notices, *found.notices, *file.notices]
+    left = [
+        f"{pool}_config: {', '.join(names)}: only Ray knows these, a spec has no place for them"
+        for pool, settings in found.pools.items()
+        if (names := settings.only_of_ray)
+    ]
+    return file.text, [*application.notices, *found.notices, *left, *file.notices]
 
 
 @config.command(cls=SetCommand)

@@ -17,11 +17,15 @@ _LAST = frozenset({"key", "keys", "token", "apikey"})
 """Only at the end of a name: ``--long-prefill-token-threshold`` is none."""
 _PLACES = frozenset({"file", "path", "dir"})
 """A name that ends so says where the secret is kept."""
+_NUMBERS = (("per", "token"), ("per", "key"))
+"""A name that ends so is a number: ``--kv-bytes-per-token``."""
 
 
 def is_secret(name: str) -> bool:
     """Whether the argument or variable ``name`` holds a secret: ``--api-key``, ``HF_TOKEN``, ``DB_PASSWORD``."""
     words = re.split(r"[^a-z0-9]+", name.lower())
+    if tuple(words[-2:]) in _NUMBERS:
+        return False
     return words[-1] not in _PLACES and (words[-1] in _LAST or not _ANYWHERE.isdisjoint(words))
 
 

@@ -134,7 +134,7 @@ class TenantsSpec(SpecModel):
         default=30.0,
         gt=0,
         le=3600,
-        description="Seconds that a request may wait for a place, 0 to 3600; then 429 or 503 with Retry-After.",
+        description="Seconds that a request may wait for a place, above 0, to 3600; then 429 or 503 with Retry-After.",
     )
 
 

@@ -74,6 +74,19 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         assert 1 <= self.min_replicas <= self.initial_replicas <= self.max_replicas, self
 
+    @property
+    def only_of_ray(self) -> list[str]:
+        """What of it a spec, whose pools have a fixed size, cannot say."""
+        says = {
+            "min_replicas": self.min_replicas != self.initial_replicas,
+            "max_replicas": self.max_replicas != self.initial_replicas,
+            "targets": self.max_replicas != self.min_replicas,
+            "accelerator_type": self.accelerator_type is not None,
+            "labels": bool(self.labels),
+            "runtime_env": bool(self.runtime_env),
+        }
+        return [name for name, is_said in says.items() if is_said]
+
 
 @dataclass(frozen=True)
 class Replicas:
