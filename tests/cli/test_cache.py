@@ -121,9 +121,9 @@ async def test_events_are_followed_until_ctrl_c(process: Process, die_with_paren
         ) as child:
             assert child.stdout is not None
             try:
-                assert "1  stored" in await asyncio.to_thread(child.stdout.readline)
+                assert "  stored" in await asyncio.to_thread(child.stdout.readline)
                 await store(engine, 2)
-                assert "2  stored" in await asyncio.to_thread(child.stdout.readline)
+                assert "  stored" in await asyncio.to_thread(child.stdout.readline)
                 child.send_signal(signal.SIGINT)
                 _, errors = await asyncio.to_thread(child.communicate, None, 10)
             finally:
