@@ -20,7 +20,15 @@ def test_names_that_look_like_secrets(name: str) -> None:
     "name",
     [
         *("--admin-key-file", "--ssl-keyfile", "HF_TOKEN_PATH", "--tokenizer", "--max-num-batched-tokens", "PATH"),
-        *("--long-prefill-token-threshold", "--decode-token-ms", "--kv-bytes-per-token", "kv_bytes_per_token", "--kv-transfer-config", "OMP_NUM_THREADS", ""),
+        *(
+            "--long-prefill-token-threshold",
+            "--decode-token-ms",
+            "--kv-bytes-per-token",
+            "kv_bytes_per_token",
+            "--kv-transfer-config",
+            "OMP_NUM_THREADS",
+            "",
+        ),
     ],
 )
 def test_names_that_do_not(name: str) -> None:
