@@ -209,6 +209,35 @@ class CacheMachine(RuleBasedStateMachine):
             lease.is_doomed = True
             self.ended_leases.append((lease_id, lease))
 
+    @precondition(lambda self: self.orphans())
+    @rule(number=pick, seconds=st.sampled_from([0.0, 5.0, 5.0]), is_copied=st.booleans())
+    def finish_for_the_owner(self, number: int, seconds: float, is_copied: bool) -> None:
+        """Another process of the engine ends a request whose owner is gone: rare, were it left to single rules."""
+        orphans = self.orphans()
+        lease_id, lease = orphans[number % len(orphans)]
+        connection = self.choose(number, engine=lease.engine)
+        assert connection is not None
+        if seconds:
+            self.time_passes(seconds)
+        if is_copied:
+            self.call(CopyBegan(connection, lease_id), LeaseNoted)
+            lease.copies.add(connection)
+        self.call(Release(connection, lease.request, lease_id), LeaseNoted)
+        lease.is_released = True
+        if not lease.copies:
+            lease.is_doomed = True
+            self.ended_leases.append((lease_id, lease))
+
+    def orphans(self) -> list[tuple[LeaseId, ModelLease]]:
+        """Leases that are held, whose owner is gone, and whose engine is not."""
+        return [
+            (lease_id, lease)
+            for lease_id, lease in sorted(self.model.leases.items())
+            if not (lease.is_doomed or lease.is_released)
+            and lease.connection not in self.model.connections
+            and self.choose(0, engine=lease.engine) is not None
+        ]
+
     @precondition(lambda self: self.model.leases)
     @rule(number=pick, other=pick)
     def release_by_another(self, number: int, other: int) -> None:

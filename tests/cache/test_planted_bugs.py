@@ -51,9 +51,8 @@ def test_examples_pass_without_a_bug_and_take_every_transition(monkeypatch: pyte
 
     monkeypatch.setattr(index, "assert_listed", counting)
     monkeypatch.setattr(leases, "assert_listed", counting)
-    for is_first in (True, False, False):  # some transitions are rare: more examples, and other ones, find them
-        chosen = settings(BOUNDED, max_examples=5 * EXAMPLES_MAX, derandomize=is_first)
-        run_state_machine_as_test(ModelOnly, settings=chosen)
+    for is_first in (True, False, False, False):  # the first ones suffice; a changed rule may need others
+        run_state_machine_as_test(ModelOnly, settings=settings(BOUNDED, derandomize=is_first))
         if TRANSITIONS.keys() == taken.keys():
             break
     assert TRANSITIONS.keys() - taken.keys() == set()
