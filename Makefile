@@ -41,16 +41,16 @@ lint: install-dev  ## rules of style and form
 types: install-dev  ## the type checker, strict, on src
 	@$(TEST) --only types
 
-unit: install-dev  ## tests that start no process (seconds)
+unit: install-dev  ## tests that start no process (seven minutes)
 	@$(TEST) --only unit $(ARGS)
 
-compiled: install-dev  ## the router's tests on its compiled modules (a minute)
+compiled: install-dev  ## the router's tests on its compiled modules (two minutes)
 	@$(TEST) --only compiled $(ARGS)
 
-process: install-dev  ## tests with real processes and simulated engines (a minute or two)
+process: install-dev  ## tests with real processes and simulated engines (five minutes)
 	@$(TEST) --only process $(ARGS)
 
-real: install-dev  ## tests with real vLLM engines (minutes)
+real: install-dev  ## tests with real vLLM engines (ten minutes)
 	@$(TEST) --only real $(ARGS)
 
 soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the router, MINUTES (20) of traffic, the benches

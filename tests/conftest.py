@@ -4,6 +4,9 @@ The leak checks are on for every test: a test fails if a child process that it s
 fixtures have ended, or if an asyncio task that it started in the test's event loop is still pending then. Processes and
 tasks that belong to a wider fixture (module, session) existed before the test and are left to that fixture.
 
+With ``ANTIPHON_NO_SKIPS`` set, a test that would be skipped fails: so where everything that tests need is installed, as
+on the machine of ``.ci/run``, nothing goes untested in silence.
+
 With ``ANTIPHON_COMPILED=1`` the tests run on the compiled modules, or not at all: they are switched on here, before any
 test imports one.
 """
@@ -18,7 +21,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +32,24 @@ from antiphon.cli.compiled import SWITCH, use_compiled
 if os.environ.get(SWITCH) == "1":
     use_compiled()
 
+NO_SKIPS = "ANTIPHON_NO_SKIPS"
 LEAK_GRACE_S = 2.0  # how long a process or a task that is already ending gets to end
 PR_SET_PDEATHSIG = 1
 
 # The machine is shared, so that a slow example says nothing; a failing one prints how to replay it.
 settings.register_profile("house", deadline=None, print_blob=True)
 settings.load_profile("house")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where nothing may be left out, a skip is a failure."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get(NO_SKIPS):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was left out, and {NO_SKIPS} is set. {reason}"
+    return report
 
 
 # ---- ports -----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_tenants_of_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (keys / name).write_text(f"key-of-{name}\n")
     named = load_spec(ROOT / "examples" / "aware.yaml").router.tenants_file
     assert named is not None
-    table = read_tenants(str(ROOT / named))
+    table = read_tenants(named)
     assert [entry.spec.name for entry in table.tenants] == ["search", "batch"]
 
 

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from antiphon.config.kv_events import kv_events_config, parse_topic, topic_of
+import pytest
+from pydantic import ValidationError
+
+from antiphon.config.kv_events import hears_kv_events, kv_events_config, parse_topic, topic_of
+from antiphon.config.router_spec import RouterSpec
+
+
+@pytest.mark.parametrize(
+    ("knobs", "policies", "hears"),
+    [
+        ({"policy": "round_robin"}, ("round_robin", "round_robin"), False),
+        ({"policy": "kv_aware"}, ("kv_aware", "kv_aware"), True),
+        ({"policy": "random", "prefill_policy": "kv_aware"}, ("kv_aware", "random"), True),
+        ({"policy": "random", "decode_policy": "kv_aware"}, ("random", "kv_aware"), True),
+        (
+            {"policy": "kv_aware", "prefill_policy": "prefix_aware", "decode_policy": "least_load"},
+            ("prefix_aware", "least_load"),
+            False,
+        ),
+        ({"policy": "random", "local_max_tokens": 1}, ("random", "random"), True),
+    ],
+)
+def test_who_goes_by_what_is_held(knobs: dict[str, Any], policies: tuple[str, str], hears: bool) -> None:
+    router = RouterSpec(**knobs)
+    assert (router.policies, hears_kv_events(router)) == (policies, hears)
+    assert "policies" not in router.model_dump()
+    with pytest.raises(ValidationError):
+        RouterSpec(policies=("random", "random"))  # type: ignore[call-arg] - no knob
 
 
 def test_the_configuration_of_an_engine() -> None:

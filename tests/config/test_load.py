@@ -39,6 +39,25 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
     assert (spec.prefill.port, spec.decode.port) == (8001, 8101)
 
 
+def test_a_tenants_file_of_a_spec_is_beside_it_and_that_of_a_flag_is_not(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: org/tiny}\nrouter: {tenants_file: who/tenants.yaml}\n")
+    assert load_spec(path).router.tenants_file == str(tmp_path / "who" / "tenants.yaml")
+    assert load_spec(path, ["router.tenants_file=mine.yaml"]).router.tenants_file == "mine.yaml"
+    for named in ("/etc/tenants.yaml", "~/tenants.yaml"):
+        path = write(tmp_path, f"model: {{path: org/tiny}}\nrouter: {{tenants_file: {named}}}\n")
+        assert load_spec(path).router.tenants_file == named
+
+
+@pytest.mark.parametrize("router", ["", "text", "{tenants_file: }", "{tenants_file: 7}", "{tenants_file: [a]}"])
+def test_what_is_no_tenants_file_is_left_for_the_checks(tmp_path: Path, router: str) -> None:
+    path = write(tmp_path, f"model: {{path: org/tiny}}\nrouter: {router}\n")
+    if router in ("", "text", "{tenants_file: 7}", "{tenants_file: [a]}"):
+        with pytest.raises(SpecError):
+            load_spec(path)
+    else:
+        assert load_spec(path).router.tenants_file is None
+
+
 def test_pools_take_from_engine_what_they_do_not_set() -> None:
     spec = load_spec(
         None,

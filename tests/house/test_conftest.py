@@ -84,6 +84,46 @@ def test_leak_is_caught(name: str, message: str, tmp_path: Path) -> None:
     assert done.returncode == (1 if message else 0), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_skip_is_a_failure_where_nothing_may_be_left_out(is_allowed: bool, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    text = """
+        import pytest
+        @pytest.fixture
+        def absent():
+            pytest.skip("needs a fixture")
+        @pytest.mark.skipif(True, reason="needs a mark")
+        def test_marked():
+            assert False
+        def test_inside():
+            pytest.skip("needs a call")
+        def test_fixture(absent):
+            assert False
+        @pytest.mark.xfail
+        def test_expected():
+            assert 1 + 1 == 3
+        def test_fine():
+            assert 1 + 1 == 2
+    """
+    (tmp_path / "test_skips.py").write_text(textwrap.dedent(text))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), f"--rootdir={tmp_path}"]
+    environment = {name: value for name, value in os.environ.items() if name != conftest.NO_SKIPS}
+    environment |= {} if is_allowed else {conftest.NO_SKIPS: "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == int(not is_allowed), done.stdout + done.stderr
+    for need in ("needs a fixture", "needs a mark", "needs a call"):
+        assert (need in done.stdout) is not is_allowed, done.stdout
+    counts = "1 passed, 3 skipped, 1 xfailed" if is_allowed else "1 failed, 1 passed, 1 xfailed, 2 errors"
+    assert counts in done.stdout
+
+
+def test_ci_lets_nothing_be_left_out() -> None:
+    assert f"export {conftest.NO_SKIPS}=1\n" in (ROOT / ".ci" / "run").read_text()
+
+
 def test_ports_differ_and_are_free(free_ports: Callable[[int], list[int]], free_port: int) -> None:
     ports = [free_port, *free_ports(5)]
     assert len(set(ports)) == 6

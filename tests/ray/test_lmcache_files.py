@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.ray.configs import DATA, LAPTOP, refused
 
 CONNECTOR = "engine_kwargs.kv_transfer_config.kv_connector"
 FILE = "runtime_env.env_vars.LMCACHE_CONFIG_FILE"
+NOBODY = 65534
 SAMPLES: dict[str, Any] = {"bool": True, "int": 4096, "GiB": 2, "text": "x", "list": ["UCX"], "any": "x"}
 
 
@@ -142,12 +145,25 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert unreadable(tmp_path, "here") is not None, "a folder is no file"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom file permissions bind")
+@contextlib.contextmanager
+def bound_by_permissions() -> Iterator[None]:
+    """As a user whom file permissions bind: not as root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_text("{}")
     path.chmod(0)
-    problem = unreadable(path, "here")
+    with bound_by_permissions():
+        problem = unreadable(path, "here")
     assert problem is not None
     assert "Permission denied" in problem.message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -43,3 +44,17 @@ def stack(processes: Stack) -> Iterator[Stack]:
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Routers in the test's own loop run on the loop that serves."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def kept_garbage() -> Iterator[list[object]]:
+    """What the collector finds is kept here."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -37,6 +37,7 @@ from antiphon.router.chunk_follower import ChunkFollower
 from antiphon.routing.chunk_index import ChunkIndex, scope_of
 from tests.cache_server.admin_process import MIB, engine_at
 from tests.cache_server.admin_standin import get, until
+from tests.router.scripted import engine, routing, streams
 
 NAMESPACE = NamespaceDigest(b"n" * 32)
 PAGE = 4096
@@ -264,6 +265,15 @@ async def store(served: Served, *numbers: int) -> None:
             reserved = await engine.call(call, wire.Reserved)
             await engine.call(wire.Commit(tuple(grant.region for grant in reserved.grants)), wire.Committed)
         await engine.call(wire.Report("r", "P", "life", 256, 0, 0, 0, 256, 0, "finished", NAMESPACE), wire.Noted)
+
+
+async def test_a_server_is_followed_once_however_often_it_is_named() -> None:
+    named = ["http://127.0.0.1:9", "http://127.0.0.1:9/"]
+    async with engine(streams) as d, routing([], [d], cache_servers=named, local_max_tokens=1) as router:
+        assert router.where is not None
+        assert router.spec.cache_servers == named[:1] * 2
+        followed: Any = router.where.statistics()["cache_servers"]
+        assert [each["url"] for each in (*followed, *router.reports.status())] == named[:1] * 2
 
 
 async def test_with_a_real_server(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,7 @@ async def test_a_full_queue_refuses() -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["x-antiphon-path"] == "pd"
         assert (newest(router)["status"], newest(router)["outcome"]) == (429, "failed")
+        assert newest(router)["code"] == "cold_queue_full"
         gate.open()
         assert [reply.status for reply in await clients.replies()] == [200] * 3
         await idle(router)

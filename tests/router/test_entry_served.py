@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,6 @@ OF_A_REQUEST = {
     *("Body", "Flight", "Handle", "HttpRequest", "Life", "Relay", "Responder", "WholeAnswer"),
     *("Ticket", "Ask", "Prompt", "ColdItem", "_Entry", "Receipt", "HashedPrompt", "Refuse", "Wait", "Placement"),
 }
-
-
-@pytest.fixture
-def kept_garbage() -> Iterator[list[object]]:
-    """What the collector finds is kept here."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield gc.garbage
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 def found(kept_garbage: list[object]) -> set[str]:
@@ -140,8 +125,9 @@ async def test_neither_do_those_who_waited_were_held_were_refused_or_left(
 
 
 def waiting(router: Router) -> int:
-    assert router.entry is not None
-    return router.entry.num_waiting
+    """Requests that wait to begin."""
+    assert router.tenants is not None
+    return router.tenants.num_waiting + cold(router).num_waiting
 
 
 async def test_what_is_kept_of_requests_that_are_over_has_a_bound(tmp_path: Path) -> None:

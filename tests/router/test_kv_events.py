@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from antiphon.core.errors import StartError
-from antiphon.router.kv_events import KvEvents, KvEventsOptions, resolver
+from antiphon.router.kv_events import KvEvents, KvEventsOptions, KvSource, resolver
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.kv_index import IndexOptions, KvIndex
 from antiphon.routing.kv_stream import StreamOptions
@@ -95,6 +97,63 @@ async def test_a_restart_that_others_have_seen_ends_the_claims_and_the_new_life_
         await until(lambda: listener.held(endpoint, [7] * 16) == 16, "the replay tells of the new life")
 
 
+async def test_an_engine_that_comes_back_with_another_replay_port_is_followed_once() -> None:
+    async with heard() as (listener, old, endpoint):
+        new = Wire(listener.url)
+        new.answer_replays()
+        try:
+            listener.sources["t@2"] = KvSource(endpoint, "127.0.0.1", new.replay_port)
+            await connected(listener, new)
+            await new.say("t@2", 0, [stored([5], [7] * 16)])
+            await until(lambda: listener.held(endpoint, [7] * 16) == 16, "the new life is heard")
+            assert listener.held(endpoint, TOKENS) == 0, "the old one's blocks are gone"
+            assert (listener.count("restarts"), len(listener.events._followed)) == (1, 1)
+            # What was on its way from the old one comes late.
+            await old.say("t", 1, [stored([2], TOKENS[16:32], 1)], stamp_s=1.0)
+            await until(lambda: listener.count("dropped") == 1, "it is not wanted any more")
+            assert (listener.held(endpoint, [7] * 16), len(listener.events._followed)) == (16, 1)
+            await new.say("t@2", 1, [stored([6], [8] * 16)])
+            await until(lambda: listener.held(endpoint, [8] * 16) == 16, "it is still followed")
+            assert listener.count("restarts") == 1
+        finally:
+            new.close()
+
+
+async def test_a_new_topic_is_followed_though_the_clock_was_set_back() -> None:
+    async with heard(stream=StreamOptions(pause_s=0.05)) as (listener, wire, endpoint):
+        listener.sources["t@2"] = KvSource(endpoint)
+        number = 0
+        async with asyncio.timeout(10):
+            while listener.held(endpoint, [7] * 16) != 16:  # once the old one has been silent for so long
+                await wire.say("t@2", number, [stored([5], [7] * 16)], stamp_s=1.0 + number)
+                number += 1
+                await asyncio.sleep(0.01)
+        assert listener.held(endpoint, TOKENS) == 0
+
+
+async def test_topics_that_cannot_be_followed_are_logged_once_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="antiphon.router")
+    async with heard() as (listener, wire, _):
+        caplog.clear()
+        other = b"kv@http://10.0.0.1:8001@5657"
+        for topic, rank in ((b"mine", 0), (other, 0), (b"mine", 0), (b"\xff\n", 0), (other, 0), (b"t", 3), (b"t", 3)):
+            await wire.send(topic, bytes(8), b"\x93\xcb" + bytes(8) + b"\x90" + bytes([rank]))
+        before = listener.count("strangers")
+        await until(lambda: len(caplog.messages) == 4, "each is logged")
+        assert (
+            "topic b'mine' are not followed: it names no engine. Start the engine with --kv-events-config"
+            in caplog.text
+        )
+        assert "'http://10.0.0.1:8001' is no engine of this router" in caplog.text
+        assert "they are of rank 3, and router.kv_events_ranks is 1" in caplog.text
+        assert "\n" not in "".join(caplog.messages)
+        for number in range(100):
+            await wire.send(b"kv@%d" % number, bytes(8), b"\x93\xcb" + bytes(8) + b"\x90\x00")
+        await until(lambda: listener.count("strangers") >= before + 100, "all are counted")
+        assert len(caplog.messages) <= 33
+        assert caplog.messages[-1].endswith("are counted only (strangers)")
+
+
 async def test_an_engine_that_is_removed_is_forgotten() -> None:
     async with heard() as (listener, _, endpoint):
         endpoint.state = EndpointState.REMOVED
@@ -164,6 +223,18 @@ async def test_a_quiet_engine_is_asked_and_forgotten_if_it_is_another() -> None:
         assert listener.held(endpoint, TOKENS) == 16
         wire.said.clear()
         await until(lambda: listener.held(endpoint, TOKENS) == 0, "it is another life")
+
+
+async def test_after_a_pause_it_is_seen_whether_it_is_the_same_life() -> None:
+    """The first batches of another life are lost, up to exactly the number that was expected."""
+    async with heard(stream=StreamOptions(pause_s=0.5, verify_s=60.0)) as (listener, wire, endpoint):
+        wire.answer_replays()
+        wire.said.clear()
+        later_s = time.time() + 1.0
+        await wire.say("t", 0, [stored([5], [7] * 16)], is_lost=True, stamp_s=later_s)
+        await wire.say("t", 1, [stored([6], [8] * 16)], stamp_s=later_s + 0.1)
+        await until(lambda: listener.held(endpoint, [8] * 16) == 16, "the new life is heard")
+        assert (listener.held(endpoint, [7] * 16), listener.held(endpoint, TOKENS)) == (16, 0)
 
 
 async def test_a_port_that_is_taken_is_a_start_error() -> None:

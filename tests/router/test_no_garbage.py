@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,20 +17,6 @@ OF_A_REQUEST = {"Body", "Flight", "Handle", "HttpRequest", "Life", "Relay", "Res
 
 async def answers_whole(_: Seen, wire: Wire) -> None:
     wire.whole(json.dumps({"choices": [{"text": "a"}], "usage": {"prompt_tokens": 3}}).encode())
-
-
-@pytest.fixture
-def kept_garbage() -> Iterator[list[object]]:
-    """What the collector finds is kept here."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield gc.garbage
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -18,6 +18,7 @@ from antiphon.cache_server.admin import start_admin
 from antiphon.core.chunks import chunk_keys
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.protocol import cache as wire_cache
+from antiphon.router.app import Router
 from antiphon.routing.chunk_index import scope_of
 from tests.cache_server.admin_standin import CHUNK_SIZE_TOKENS, standing_in
 from tests.router.scripted import Reply, Seen, Wire, connected, counted, newest, prefills, routing, streams, until
@@ -151,6 +152,40 @@ async def test_a_decode_engine_that_holds_a_prompt_serves_it_without_a_hand_over
         assert fleet.prefill[0].live.num_requests == num_prefills
 
 
+async def streamed(router: Router, prompt: str, **options: Any) -> None:
+    async with connected(router) as client:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 6, "temperature": 0, "stream": True}
+        post(client, body | ({"stream_options": options} if options else {}))
+        reply = await client.reply()
+    assert (reply.status, reply.body[-8:]) == (200, b"[DONE]\n\n"), reply.body
+    await idle(router)
+
+
+async def test_the_receipt_of_a_prompt_that_was_held_says_where_its_tokens_came_from() -> None:
+    """By what the decode engine says itself; where it does not, the number alone is known."""
+    async with told(local_max_tokens=16) as fleet:
+        await fleet.complete(text(1))
+        await fleet.heard(fleet.decode[0])
+        reply, _ = await fleet.complete(text(1))
+        num_prompt = json.loads(reply.body)["usage"]["prompt_tokens"]
+        known = {"device": num_cached(reply), "computed": num_prompt - num_cached(reply)}
+        assert known["device"] >= 96
+        shown = newest(fleet.router)
+        assert (shown["path"], shown["tokens"]) == (
+            "cached",
+            {"prompt": num_prompt, "by_source": known, "reported_by": "usage"},
+        )
+        for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
+            await streamed(fleet.router, text(1), **options)
+            assert newest(fleet.router)["tokens"] == shown["tokens"]
+        await streamed(fleet.router, text(1))
+        silent = newest(fleet.router)
+        assert (silent["path"], silent["tokens"]) == (
+            "cached",
+            {"prompt": num_prompt, "by_source": {"unknown": num_prompt}, "reported_by": None},
+        )
+
+
 async def test_chats_are_told_apart_by_their_tokens_too() -> None:
     async with told(num_decode=2, local_max_tokens=24) as fleet:
         said = [{"role": "user", "content": "word" * 200}]
@@ -185,6 +220,16 @@ async def test_what_is_held_for_one_tenant_is_not_for_another(tmp_path: Path) ->
         assert await ask("sk-b", cache_salt="mine") == ("pd", 0)
         for key, fields in (("sk-a", {}), ("sk-b", {}), ("sk-b", {"cache_salt": "mine"})):
             assert await ask(key, **fields) == ("cached", 96)
+
+
+async def test_a_salt_is_the_same_however_its_client_writes_it() -> None:
+    async with told(local_max_tokens=16) as fleet:
+        for number, salt in enumerate(("plain", "caf\u00e9")):  # the second is sent with an escape
+            first, _ = await fleet.complete(text(number), cache_salt=salt)
+            await fleet.heard(fleet.decode[0])
+            again, _ = await fleet.complete(text(number), cache_salt=salt)
+            await fleet.heard(fleet.decode[0])
+            assert (path_of(first)[0], path_of(again)[0]) == ("pd", "cached")
 
 
 async def test_a_decode_engine_that_was_cleared_is_given_the_kv_again() -> None:

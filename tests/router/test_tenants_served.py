@@ -240,6 +240,7 @@ async def test_a_rate_that_would_keep_it_waiting_too_long(tmp_path: Path, limit:
         assert (await ask_as(router, "sk-a")).status == 200
         refused = await ask_as(router, "sk-a")
         assert (refused.status, error_of(refused)["code"]) == (429, code)
+        assert newest(router)["code"] == code
         assert int(refused.headers["retry-after"]) > 30
         assert (await ask_as(router, "sk-b")).status == 200
         assert len(p.seen) == len(d.seen) == 2

@@ -142,7 +142,7 @@ def list_(url: str, admin_key_file: str | None, is_json: bool) -> None:
     """Show every engine: role, state, requests in flight, and why it is not used."""
 
     def act() -> None:
-        answer = _client(url, admin_key_file).ask("GET", "/endpoints")
+        answer = client_of(url, admin_key_file).ask("GET", "/endpoints")
         click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(table(answer)))
 
     _run(act)
@@ -155,7 +155,7 @@ def add(role: str, endpoint: str, url: str, admin_key_file: str | None, is_json:
     """Add an engine, or open one again that drains. It is warmed before it takes requests."""
 
     def act() -> None:
-        client = _client(url, admin_key_file)
+        client = client_of(url, admin_key_file)
         answer = client.ask("POST", "/endpoints", {"role": role, "url": endpoint})
         row = _waited(client, answer["endpoint"], lambda row: row is not None and row["state"] == "ready", wait_s)
         words = "added" if answer["is_new"] else "there already"
@@ -172,7 +172,7 @@ def drain(role: str, endpoint: str, wait_s: float, allow_empty: bool, **connecti
     """Send an engine no new requests; those in flight go on. With --wait-s, wait until they have ended."""
 
     def act() -> None:
-        client = _client(connection["url"], connection["admin_key_file"])
+        client = client_of(connection["url"], connection["admin_key_file"])
         body = {"role": role, "url": endpoint, "allow_empty": allow_empty}
         answer = client.ask("POST", "/endpoints/drain", body)
         row = _waited(client, answer["endpoint"], lambda row: row is None or not row["active_requests"], wait_s)
@@ -191,7 +191,7 @@ def remove(role: str, endpoint: str, wait_s: float, allow_empty: bool, force: bo
     """Drain an engine and forget it when its last request has ended. With --wait-s, wait for that."""
 
     def act() -> None:
-        client = _client(connection["url"], connection["admin_key_file"])
+        client = client_of(connection["url"], connection["admin_key_file"])
         body = {"role": role, "url": endpoint, "allow_empty": allow_empty, "force": force}
         answer = client.ask("DELETE", "/endpoints", body)
         row = answer["endpoint"]
@@ -258,7 +258,12 @@ def _say(answer: dict[str, Any], is_json: bool, text: str) -> None:
         click.echo(f"warning: {answer['warning']}", err=True)
 
 
-def _client(url: str, admin_key_file: str | None) -> RouterClient:
+def client_of(url: str, admin_key_file: str | None) -> RouterClient:
+    """A client of the router at ``url``, with the key in a file where one is named.
+
+    Raises:
+        ConfigError: no address, or no key.
+    """
     key = None
     if admin_key_file is not None:
         try:

@@ -1,6 +1,7 @@
-"""``antiphon status``: what really runs on this host.
+"""``antiphon status``: what really runs on this host; with ``--router``, what one router knows, wherever it runs.
 
-Exit code 0 when every process of every deployment shown is ready, 3 when nothing is up, 1 otherwise.
+Exit code 0 when every process of every deployment shown is ready, 3 when nothing is up, 1 otherwise. Of a router: 0
+when every engine of it is ready, 1 otherwise, or where it does not answer. 2 for a command line that cannot be meant.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from pathlib import Path
 import click
 
 from antiphon.cli.config import config_option, spec_file
+from antiphon.cli.endpoints import client_of, table
 from antiphon.config.load import load_spec
 from antiphon.config.supervisor_spec import default_state_dir
 from antiphon.config.units import format_bytes
 from antiphon.core.errors import AntiphonError, ConfigError
 from antiphon.supervisor import store
 from antiphon.supervisor.report import DeploymentReport, ProcessRow, judge, with_load
-from antiphon.supervisor.router_load import RouterLoad
+from antiphon.supervisor.router_load import RoutedEngine, RouterLoad, load_of
 
 EXIT_NOT_ALL_READY = 1
 EXIT_NOTHING_UP = 3
 _HEADER = ("process", "role", "pid", "state", "port", "uptime", "running", "waiting", "restarts")
 _TENANTS_SHOWN = 8
+_ENGINES_SHOWN = 16
 
 
 def resolve_place(config_file: Path | None, state_dir: str | None, name: str | None) -> tuple[str, str | None]:
@@ -113,6 +116,26 @@ def _waiting(load: RouterLoad) -> list[str]:
     return lines
 
 
+def _further(report: DeploymentReport) -> list[str]:
+    """The engines of its routers that no process of the deployment here is: added at run time, or of another host."""
+    own = {row.base_url for row in report.processes}
+    lines = []
+    for row in report.processes:
+        engines = [each for each in row.waiting.engines if each.url not in own] if row.waiting is not None else []
+        if engines:
+            lines.append(f"{row.name} has further engines, of other hosts or added at run time:")
+            lines += [f"  {_engine_line(each)}" for each in engines[:_ENGINES_SHOWN]]
+            if len(engines) > _ENGINES_SHOWN:
+                lines.append(
+                    f"  and {len(engines) - _ENGINES_SHOWN} more: antiphon endpoints list --router {row.base_url}"
+                )
+    return lines
+
+
+def _engine_line(engine: RoutedEngine) -> str:
+    return f"{engine.role} {engine.url} {engine.state}, {engine.num_in_flight} in flight"
+
+
 def table_lines(report: DeploymentReport) -> list[str]:
     """The table of one deployment, and below it what a reader should know about it."""
     if report.is_supervisor_alive:
@@ -128,6 +151,7 @@ def table_lines(report: DeploymentReport) -> list[str]:
     lines += [_held(row) for row in report.processes if row.kind == "cache_server" and row.state == "ready"]
     for row in report.processes:
         lines += _waiting(row.waiting) if row.waiting is not None else []
+    lines += _further(report)
     for row in report.processes:
         if row.last_exit and row.state not in ("ready", "stopped"):
             lines.append(f"{row.name} {row.last_exit} (log: {row.log_path})")
@@ -146,6 +170,26 @@ def exit_code_of(reports: Sequence[DeploymentReport]) -> int:
     return 0 if all(report.is_all_ready for report in reports) else EXIT_NOT_ALL_READY
 
 
+def _show_router(url: str, admin_key_file: str | None, *, is_json: bool) -> int:
+    """Show what one router says of its engines, and of what waits in it; returns the exit code.
+
+    Raises:
+        AntiphonError: it does not answer, is no router, or refuses.
+    """
+    told = client_of(url, admin_key_file).ask("GET", "/status")
+    load = load_of(told)
+    if load is None:
+        raise AntiphonError(f"what answers at {url} is no router", remedy="name a router with --router")
+    num_ready = sum(engine.state == "ready" for engine in load.engines)
+    if is_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        num_active = told.get("active", 0)
+        click.echo(f"router {url}: {num_ready} of {len(load.engines)} engines ready, {num_active} requests in progress")
+        click.echo("\n".join([*table({"endpoints": told["engines"]}), *_waiting(load)]))
+    return 0 if num_ready == len(load.engines) else EXIT_NOT_ALL_READY
+
+
 class NamedCommand(click.Command):
     """A command about one deployment, which knows what is meant by a name that is given without ``--name``."""
 
@@ -162,10 +206,18 @@ class NamedCommand(click.Command):
 @click.option("--name", help="The deployment (default: all of this user on this host).")
 @config_option
 @click.option("--state-dir", help="Folder of the state files (default: as in the spec).")
+@click.option("--router", "url", help="Ask this router instead, http://HOST:PORT: one that was started by hand, say.")
+@click.option("--admin-key-file", help="With --router: file with its admin key, where it has one.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
-def status(name: str | None, config_file: Path | None, state_dir: str | None, form: str) -> None:
-    """Show the processes of this host's deployments and whether they live."""
+def status(name: str | None, config_file: Path | None, state_dir: str | None, form: str, **router: str | None) -> None:
+    """Show the processes of this host's deployments and whether they live; or the engines of one router."""
     try:
+        if router["url"] is not None:
+            if name is not None or config_file is not None or state_dir is not None:
+                raise ConfigError("--router goes without --name, --config and --state-dir: it asks that router alone")
+            sys.exit(_show_router(router["url"], router["admin_key_file"], is_json=form == "json"))
+        if router["admin_key_file"] is not None:
+            raise ConfigError("--admin-key-file goes with --router")
         place, name = resolve_place(config_file, state_dir, name)
         reports = asyncio.run(_add_load(collect(place, name)))
     except AntiphonError as error:

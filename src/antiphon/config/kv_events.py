@@ -21,9 +21,8 @@ BUFFER_STEPS = 10_000
 
 
 def hears_kv_events(router: RouterSpec) -> bool:
-    """Whether the router goes by what engines say that they hold."""
-    policies = (router.prefill_policy or router.policy, router.decode_policy or router.policy)
-    return "kv_aware" in policies or router.local_max_tokens > 0
+    """Whether the router looks up prompts by their tokens, and so goes by what engines say that they hold."""
+    return "kv_aware" in router.policies or router.local_max_tokens > 0
 
 
 def kv_events_config(url: str, router_endpoint: str, replay_port: int | None, bind_host: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from antiphon.config.explain import explain
 from antiphon.config.problems import Problem, SpecError
 from antiphon.config.spec import Spec
+from antiphon.config.tenant_files import beside
 
 FILE_MAX_BYTES = 1_000_000
 """A spec is a page of text; more is a wrong file, and would be parsed slowly."""
@@ -50,7 +51,10 @@ def load_spec(path: str | Path | None = None, sets: Sets = ()) -> Spec:
     Raises:
         SpecError: with every problem found.
     """
-    raw = read_mapping(path) if path is not None else {}
+    raw: dict[str, Any] = {}
+    if path is not None:
+        raw = read_mapping(path)
+        beside(Path(path), raw)
     problems: list[Problem] = []
     for dotted, value in _pairs(sets, problems):
         problem = _assign(raw, dotted, value)

@@ -10,8 +10,7 @@ from antiphon.config.router_spec import RouterSpec
 
 def router_notices(router: RouterSpec) -> Iterator[Notice]:
     """Of the knobs of one router, as it is started."""
-    policies = {router.prefill_policy or router.policy, router.decode_policy or router.policy}
-    is_kv_aware = "kv_aware" in policies
+    is_kv_aware = "kv_aware" in router.policies
     if is_kv_aware and router.kv_events_port is None:
         text = "kv_aware acts as prefix_aware without kv_events_port, since no engine tells what it holds"
         yield Notice("router.policy", text)

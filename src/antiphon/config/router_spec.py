@@ -335,7 +335,8 @@ class RouterSpec(SpecModel):
     tenants_file: str | None = Field(
         default=None,
         description="File that says who the tenants are: their keys, the salt that keeps their KV apart, their rates "
-        "and shares (docs/tenants.md). Instead of api_key_file: every key is then a tenant's.",
+        "and shares (docs/tenants.md). In a spec file, relative to the folder of that file; as a flag, to the working "
+        "folder. Instead of api_key_file: every key is then a tenant's.",
     )
     warm_pairs: bool = Field(
         default=True,
@@ -389,3 +390,8 @@ class RouterSpec(SpecModel):
         description="Write one JSON object a line to standard output for each request (docs/metrics.md). Off by "
         "default: it costs CPU for each request.",
     )
+
+    @property
+    def policies(self) -> tuple[Policy, Policy]:
+        """Of the prefill and of the decode pool."""
+        return self.prefill_policy or self.policy, self.decode_policy or self.policy

@@ -1,7 +1,8 @@
 """The file that says who the tenants are: their keys, the salt of their KV, their limits and their shares.
 
-A file of its own, beside the spec: ``router.tenants_file`` names it. It names files with keys and holds none, for the
-reasons of ``key_files``. Relative paths in it are meant from its own folder.
+A file of its own, beside the spec: ``router.tenants_file`` names it, from the spec's folder where it stands in a spec
+file. It names files with keys and holds none, for the reasons of ``key_files``. Relative paths in it are meant from its
+own folder.
 
 Always true of a table that was read: names, salts and keys are each one tenant's alone, except for tenants without a
 salt, who share KV with each other.
@@ -169,6 +170,17 @@ def refuse_both(router: RouterSpec) -> None:
     if router.tenants_file is not None and router.api_key_file is not None:
         fix = "remove it, and name the file in api_key_files of a tenant"
         raise SpecError([Problem("router.api_key_file", "with tenants_file, every key is a tenant's", fix)])
+
+
+def beside(spec_path: Path, raw: dict[str, Any]) -> None:
+    """Make ``router.tenants_file`` of what stands in the spec file at ``spec_path`` mean a file beside that one, in
+    place. What is no text, or no section, is left for who checks it."""
+    router = raw.get("router")
+    if not isinstance(router, dict):
+        return
+    path = router.get("tenants_file")
+    if isinstance(path, str) and path and not path.startswith("~"):
+        router["tenants_file"] = str(spec_path.parent / path)
 
 
 def read_tenants(path: str, field: str = "router.tenants_file") -> TenantTable:

@@ -48,9 +48,14 @@ class Receipt:
     outcome: str | None = None
     """``completed``, ``failed`` or ``cancelled``; None while the request runs."""
     error: str | None = None
+    code: str | None = None
+    """Of the router's own refusal, as the client was sent it; None where the client got none of the router's."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens that the prefill engine's own prefix cache held; None: it does not say."""
+    """Prompt tokens that the own prefix cache of the engine that had the prompt first held; None: it does not say."""
+    num_placed_tokens: int | None = None
+    """Tokens of the prompt of a request on the path ``cached``, which is taken for prompts whose tokens are known
+    alone; not shown where an engine says how many there are."""
     output_tokens: int | None = None
     """Of a tenant's answer that was not streamed, as it says itself; None where it does not. Not shown."""
     reported: ReportedTokens | None = None
@@ -84,10 +89,11 @@ class Receipt:
             "status": self.status,
             "outcome": self.outcome,
             "error": self.error,
+            "code": self.code,
             "tokens": {
-                "prompt": self.prompt_tokens,
+                "prompt": self.num_placed_tokens if self.prompt_tokens is None else self.prompt_tokens,
                 "by_source": self.tokens_by_source,
-                "reported_by": "usage" if self.tokens_by_source else None,
+                "reported_by": "usage" if self.has_sources else None,
             },
             "ms": self.times_ms,
             "num_events": self.num_events,
@@ -111,10 +117,17 @@ class Receipt:
 
     @property
     def tokens_by_source(self) -> dict[str, int]:
-        """Prompt tokens by where the prefill took them from: ``device`` (its own prefix cache), ``computed``."""
-        if self.prompt_tokens is None or self.cached_tokens is None:
-            return {}
-        return {"device": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
+        """Prompt tokens by where the engine that had the prompt first took them from: ``device`` (its own prefix
+        cache), ``computed``; or ``unknown``. Empty where not even their number is known."""
+        if self.prompt_tokens is not None and self.cached_tokens is not None:
+            return {"device": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
+        num_tokens = self.num_placed_tokens if self.prompt_tokens is None else self.prompt_tokens
+        return {} if num_tokens is None else {"unknown": num_tokens}
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether an engine's usage says where the prompt's tokens came from."""
+        return self.prompt_tokens is not None and self.cached_tokens is not None
 
 
 def _rounded(value: float | None) -> float | None:

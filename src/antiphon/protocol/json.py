@@ -29,3 +29,16 @@ def decode(data: bytes | bytearray | memoryview) -> object:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not valid JSON: {error}") from error
     return value
+
+
+def text_in(raw: bytes | None) -> str:
+    """The text that ``raw`` is in JSON; empty for None, any other value, and what is no JSON."""
+    if raw is None or raw[:1] != b'"':
+        return ""
+    if b"\\" not in raw:  # as nearly always: it stands there as it is
+        return raw[1:-1].decode("utf-8", "replace")
+    try:
+        text = decode(raw)
+    except ProtocolError:
+        return ""
+    return text if isinstance(text, str) else ""

@@ -1,14 +1,21 @@
-"""What the router reads of a prefill engine's answer, whatever the API.
+"""What the router reads of a prefill engine's answer, whatever the API; and of one by an engine that served alone.
 
 ``kv_transfer_params`` is passed on unread, but for the life of the engine that it names.
 """
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from antiphon.core.errors import ProtocolError
-from antiphon.protocol.prefill_fields import ANSWERS, PARAMS, Details, Usage
+from antiphon.protocol.body import Buffer
+from antiphon.protocol.prefill_fields import ANSWERS, PARAMS, USAGES, Details, Usage
+from antiphon.protocol.usage import USAGE_MAX_BYTES
+
+_USAGE = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*+\})*+\})')
+"""A usage object: a text cannot contain it, since its quotes are escaped."""
 
 
 class PrefillAnswer:
@@ -47,6 +54,23 @@ def read_prefill_answer(raw: bytes) -> PrefillAnswer:
     if params == b"null":
         return PrefillAnswer(None, prompt_tokens, cached_tokens)
     return PrefillAnswer(params, prompt_tokens, cached_tokens, _engine_id_of(params))
+
+
+def prompt_counts(answer: Buffer) -> tuple[int | None, int | None]:
+    """Tokens of the prompt, and those of them that were cached, by the last usage object at the end of an answer: a
+    whole one, or the last events of a stream. Each None where it does not say, or nothing that can be."""
+    found = _USAGE.findall(bytes(memoryview(answer)[-USAGE_MAX_BYTES:]))
+    if not found:
+        return None, None
+    try:
+        prompt_tokens, cached_tokens = _counts(USAGES.decode(found[-1]))
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+        return None, None
+    if prompt_tokens is None or prompt_tokens < 0:
+        return None, None
+    if cached_tokens is not None and not 0 <= cached_tokens <= prompt_tokens:
+        cached_tokens = None
+    return prompt_tokens, cached_tokens
 
 
 def _counts(usage: Usage) -> tuple[int | None, int | None]:

@@ -32,4 +32,5 @@ class Params(msgspec.Struct):
 
 
 ANSWERS = msgspec.json.Decoder(Answer)
+USAGES = msgspec.json.Decoder(Usage)
 PARAMS = msgspec.json.Decoder(Params)

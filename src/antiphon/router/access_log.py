@@ -37,10 +37,11 @@ FIELDS: dict[str, str] = {
     "status": "the HTTP status that the client was sent; null where it left before",
     "outcome": "`completed`, `failed` or `cancelled`",
     "error": "what went wrong, in words, or null",
+    "code": "the `code` of the router's own refusal, or null",
     "prefill": "`host:port` of the last prefill engine, or null",
     "decode": "`host:port` of the last decode engine, or null",
-    "prompt_tokens": "tokens of the prompt, as the prefill engine counts them, or null",
-    "cached_tokens": "those of them that the prefill engine's own cache held, or null",
+    "prompt_tokens": "tokens of the prompt, as the engine that had it first counts them, or null",
+    "cached_tokens": "those of them that the own cache of that engine held, or null",
     "num_held_tokens": "tokens of the prompt that the engine that was picked was expected to hold, or null",
     "num_events": "pieces of the answer that were passed on",
     "prefill_ms": "from sending the prefill to its answer, or null",
@@ -67,7 +68,8 @@ def entry(receipt: Receipt) -> dict[str, object]:
 def refused_receipt(route: str, refusal: RequestRefused) -> Receipt:
     """What is logged of a request that was refused before it was read."""
     receipt = Receipt("", route[:_ROUTE_MAX_LEN], time.time())
-    receipt.status, receipt.outcome, receipt.error = refusal.status, "failed", refusal.message
+    receipt.status, receipt.outcome = refusal.status, "failed"
+    receipt.error, receipt.code = refusal.message, refusal.code
     return receipt
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from antiphon.config.kv_events import hears_kv_events
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.tenant_files import read_tenants, refuse_both
 from antiphon.core.errors import ConfigError, RequestRefused
@@ -75,7 +76,7 @@ class Router:
         self.engines = Engines(spec, self.fleet)
         self.warming = Warming(spec, self.fleet, self.engines, self.metrics)
         self.endpoints = Endpoints(self.fleet, self.engines, self.warming)
-        self.where = Whereabouts(spec, self.fleet, self.engines) if looks_at_tokens(spec) else None
+        self.where = Whereabouts(spec, self.fleet, self.engines) if hears_kv_events(spec) else None
         self.reports = TokenReports(
             spec.cache_servers,
             spec.connect_timeout_s,
@@ -168,7 +169,7 @@ class Router:
         spec = self.spec
         placing = PlacementOptions(spec.local_max_tokens, prefill_fallback=spec.prefill_fallback)
         placer = Placer(self.fleet, placing)
-        is_aware = not {"prefix_aware", "kv_aware"}.isdisjoint(policies(spec))
+        is_aware = not {"prefix_aware", "kv_aware"}.isdisjoint(spec.policies)
         reads_prompts = is_aware or placer.uses_prompts or self.cold is not None
         if not reads_prompts and self.tenants is None:
             return None
@@ -253,9 +254,10 @@ def _methods(path: str) -> tuple[str, ...]:
 
 def fleet_options(spec: RouterSpec) -> FleetOptions:
     """What the spec says of how engines are picked and judged."""
+    prefill_policy, decode_policy = spec.policies
     return FleetOptions(
-        prefill_policy=policies(spec)[0],
-        decode_policy=policies(spec)[1],
+        prefill_policy=prefill_policy,
+        decode_policy=decode_policy,
         failed_probes_max=spec.health_failures_max,
         failures_max=spec.request_failures_max,
         open_min_s=spec.probe_wait_min_s,
@@ -263,16 +265,6 @@ def fleet_options(spec: RouterSpec) -> FleetOptions:
         retry_share=spec.retry_share,
         retry_floor=spec.retry_floor,
     )
-
-
-def policies(spec: RouterSpec) -> tuple[str, str]:
-    """Of the prefill and of the decode pool."""
-    return spec.prefill_policy or spec.policy, spec.decode_policy or spec.policy
-
-
-def looks_at_tokens(spec: RouterSpec) -> bool:
-    """Whether prompts are looked up by their tokens."""
-    return "kv_aware" in policies(spec) or spec.local_max_tokens > 0
 
 
 def admission_options(spec: RouterSpec) -> AdmissionOptions:

@@ -58,9 +58,7 @@ class Entry:
         fleet: whose policies the requests go by.
         metrics: paths are counted here, once they are known.
         placer: decides paths.
-        cold: None where nothing is admitted by bytes.
-        tenants: None where there are none.
-        where: None where nobody wants to know more than prefixes.
+        rooms: which of the steps are taken.
         clock: seconds, of the fleet too.
     """
 
@@ -90,12 +88,6 @@ class Entry:
                 pool.when_changed(self._changed)
                 pool.when_gone(self._gone)
                 pool.when_restarted(self._gone)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait to begin."""
-        num = self.tenants.num_waiting if self.tenants is not None else 0
-        return num + (self.cold.num_waiting if self.cold is not None else 0)
 
     def tick(self) -> None:
         """Time has passed; called some forty times a second while any request is in progress."""
@@ -190,7 +182,14 @@ class Entry:
 
 
 class Rooms:
-    """What of the entry is used; None is not."""
+    """What of the entry is used.
+
+    Args:
+        tenants: None where there are none.
+        cold: None where nothing is admitted by bytes.
+        where: None where nobody wants to know more than prefixes.
+        reads_prompts: whether somebody goes by what stands in prompts, or by their length.
+    """
 
     def __init__(
         self, tenants: Tenants | None, cold: ColdAdmission | None, where: Whereabouts | None, *, reads_prompts: bool
@@ -217,7 +216,6 @@ class Ticket:
     asking: asyncio.Task[None] | None = None
     held: ConnectDecode | None = None
     """Not to be connected yet."""
-    is_over = False
 
     def __init__(self, entry: Entry, flight: Flight, choice: PathChoice, key: int | None, salt: str) -> None:
         self.entry = entry
@@ -311,18 +309,14 @@ class Ticket:
                 self.held = command
                 flight.life.connect_by(answer.until_s)
                 return False
-            self.pull_began_s = now_s
         return True
-
-    pull_began_s = 0.0
 
     def connect(self) -> None:
         """What was held goes on, if it is still wanted."""
         flight, command = self.flight, self.held
         self.held = None
         if flight is not None and command is not None and flight.life.attempt == command.attempt:
-            self.pull_began_s = now_s = self.entry.clock()
-            flight.life.connect_by(now_s)
+            flight.life.connect_by(self.entry.clock())
             flight.connect(command)
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
@@ -342,10 +336,10 @@ class Ticket:
         """The decode engine has begun its answer: it has the KV. When it got it is known of a stream alone: an answer
         that is not streamed begins when it is complete."""
         cold, item, flight = self.entry.cold, self.item, self.flight
-        if cold is None or item is None or flight is None or not self.pull_began_s:
+        if cold is None or item is None or flight is None or not item.pull_began_s:
             return
         if flight.receipt.stream:
-            cold.pulled(item, item.pull_bytes, max(0.0, now_s - self.pull_began_s), now_s)
+            cold.pulled(item, item.pull_bytes, max(0.0, now_s - item.pull_began_s), now_s)
         else:
             cold.leave(item, now_s)
         self._wake()
@@ -406,6 +400,8 @@ class Ticket:
             self.ask.preferred = placement.preferred
             self.ask.num_matched_tokens = placement.num_held_tokens
             receipt.num_held_tokens = placement.num_held_tokens or None
+            if choice.path == "cached" and prompt is not None:
+                receipt.num_placed_tokens = prompt.num_tokens
             self.begin()
             return
         cold = entry.cold

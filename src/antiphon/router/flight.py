@@ -148,7 +148,7 @@ class Flight(Activity):
         """It is not served now: that is the answer. Instead of :meth:`go`."""
         if self.is_resolved:
             return
-        self.receipt.error = refusal.message
+        self.receipt.error, self.receipt.code = refusal.message, refusal.code
         self.receipt.status = refusal.status
         self.responder.on_disconnect = None
         send_refusal(self.responder, refusal, answer_lines(self.receipt), retry_after_s, self.api)
@@ -157,7 +157,7 @@ class Flight(Activity):
 
     def refuse(self, refusal: RequestRefused) -> None:
         """The request is not valid: that is the answer. Instead of :meth:`begin`."""
-        self.receipt.error = refusal.message
+        self.receipt.error, self.receipt.code = refusal.message, refusal.code
         self.receipt.status = refusal.status
         if not self.responder.is_disconnected:
             send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
@@ -174,7 +174,7 @@ class Flight(Activity):
         self._cancel_upstream()
         if not self.life.client_left and not self.responder.finished:
             if not self.responder.started:
-                self.receipt.status = refusal.status
+                self.receipt.status, self.receipt.code = refusal.status, refusal.code
                 send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
             elif self.relay is not None:
                 self.relay.break_off(refusal.message, refusal.status)
@@ -405,7 +405,7 @@ class Flight(Activity):
     def _respond_error(self, command: RespondError) -> None:
         refusal = refusal_for(command)
         self.receipt.error = self.receipt.error or refusal.message
-        self.receipt.status = refusal.status
+        self.receipt.status, self.receipt.code = refusal.status, refusal.code
         self.responder.on_disconnect = None
         send_refusal(self.responder, refusal, answer_lines(self.receipt), command.retry_after_s, self.api)
 

@@ -18,6 +18,7 @@ from antiphon.config.router_spec import RouterSpec
 from antiphon.core.errors import ProtocolError, RequestRefused
 from antiphon.observe.receipt import Receipt, ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.protocol import json
 from antiphon.protocol.body import Body, scan
 from antiphon.router.access_log import AccessLog
 from antiphon.router.desk import Desk
@@ -121,7 +122,8 @@ class Inference:
                 self._metrics.paths.count("local", choice.reason)
             flight.begin(life, body)
         else:
-            self._enter(flight, Ticket(self._entry, flight, choice, key, stamp.salt or _salt_of(body)), life, body)
+            salt = stamp.salt or json.text_in(body.get(SALT_FIELD))
+            self._enter(flight, Ticket(self._entry, flight, choice, key, salt), life, body)
         if self._look is None and not flight.is_resolved:
             self._look = self._loop.call_later(LOOK_INTERVAL_S, self._look_at_deadlines)
         return flight
@@ -197,12 +199,6 @@ def _key_of(request: HttpRequest, body: Body) -> int | None:
     """What consistent_hash goes by: the session, else the user, else the beginning of the prompt."""
     prompt = body.get("prompt") or body.get("messages") or body.get("input") or body.get("token_ids")
     return affinity_key(request.first.get(SESSION_HEADER), body.get("user"), prompt)
-
-
-def _salt_of(body: Body) -> str:
-    """The client's own salt; empty where there is none."""
-    value = body.get(SALT_FIELD)
-    return value[1:-1].decode("utf-8", "replace") if value is not None and value[:1] == b'"' else ""
 
 
 def _stamped(request: HttpRequest, body: Body, stamp: Stamp, route: Route) -> Body:

@@ -7,8 +7,12 @@ port.
 
 Owns the sockets, the streams, and at most one replay for each stream. Everything is bounded: what the sockets hold
 (ZMQ's high-water mark; beyond it messages are lost, which the streams notice), the size of a message, the streams, the
-replays at once and their length and time. A message that cannot be read is counted, and costs nothing else. It decides
-nothing about engines, and sends no engine anything but the number of a batch.
+replays at once and their length and time. A message that cannot be read is counted, and costs nothing else. Topics that
+cannot be followed are counted, and the first of them logged with what to do. It decides nothing about engines, and
+sends no engine anything but the number of a batch.
+
+Always true: of an engine and rank one stream is followed at most. An engine that comes back with another topic, since
+its replay port is another, has another life: what it said under the one before is forgotten.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -48,6 +52,9 @@ _SLICE: Final = 16
 """Messages that are taken in a row: others have their turn in between."""
 _SWEEP: Final = 5_000
 _TOPIC_BYTES_MAX: Final = 1_000
+_SHOWN_MAX: Final = 200
+_LOGGED_MAX: Final = 32
+"""Topics that cannot be followed of which the log speaks, once of each; any number may come."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class KvEventsOptions:
     queue_max: int = 10_000
     tick_s: float = 0.1
     replay_timeout_s: float = 0.45
-    replays_max: int = 8
+    replays_max: int = 64
     replay_batches_max: int = 10_000
     streams_max: int = 4_096
     stream: StreamOptions = field(default_factory=StreamOptions)
@@ -144,6 +151,7 @@ class KvEvents:
         self._num_unreadable = 0
         self._num_unknown_events = 0
         self._num_strangers = 0
+        self._logged: set[tuple[bytes, int]] = set()
         self._num_replays = 0
         self._num_replays_failed = 0
         self._num_bugs = 0
@@ -249,9 +257,8 @@ class KvEvents:
             self._num_unreadable += 1
             log.debug("%s", error)
             return
-        followed = self._find(frames[0], batch.rank or 0)
+        followed = self._find(frames[0], batch)
         if followed is None:
-            self._num_strangers += 1
             return
         self._obey(followed, followed.stream.take(sequence, batch.stamp_s, batch, self._loop.time()))
 
@@ -266,22 +273,56 @@ class KvEvents:
         self._num_unknown_events += num_unknown
         return sequence, batch
 
-    def _find(self, topic: bytes, rank: int) -> _Followed | None:
+    def _find(self, topic: bytes, batch: EventBatch) -> _Followed | None:
+        """The stream that a batch belongs to; None for one that is not followed, which is then counted."""
+        rank = batch.rank or 0
         followed = self._followed.get((topic, rank))
         if followed is not None:
             return followed
-        if rank >= self._options.num_ranks or len(self._followed) >= self._options.streams_max:
+        name = topic.decode("utf-8", "backslashreplace")
+        source = self._resolve(name)
+        if source is None or rank >= self._options.num_ranks:
+            self._refuse(topic, rank, _why_unknown(name) if source is None else self._why_no_rank(rank))
             return None
-        try:
-            source = self._resolve(topic.decode())
-        except UnicodeDecodeError:
+        if not self._outdo(source.endpoint, rank, batch.stamp_s):
+            self._past["dropped"] += 1
             return None
-        if source is None:
+        if len(self._followed) >= self._options.streams_max:
+            self._refuse(topic, rank, f"{self._options.streams_max} streams are followed, and no more are")
             return None
-        plain = self._options.stream
-        options = StreamOptions(
-            plain.doubt_s, plain.verify_s, plain.held_max, has_replay=plain.has_replay and source.replay_port > 0
+        return self._follow(topic, rank, source)
+
+    def _refuse(self, topic: bytes, rank: int, why: str) -> None:
+        self._num_strangers += 1
+        if (topic, rank) in self._logged or len(self._logged) >= _LOGGED_MAX:
+            return
+        self._logged.add((topic, rank))
+        log.warning("KV events with the topic %r are not followed: %s", topic[:_SHOWN_MAX], why)
+        if len(self._logged) == _LOGGED_MAX:
+            log.warning("further topics of KV events that are not followed are counted only (strangers)")
+
+    def _why_no_rank(self, rank: int) -> str:
+        return (
+            f"they are of rank {rank}, and router.kv_events_ranks is {self._options.num_ranks}: set it to the "
+            "data-parallel size of the engines"
         )
+
+    def _outdo(self, endpoint: Endpoint, rank: int, stamp_s: float) -> bool:
+        """Make room for a stream with another topic than was followed for the same engine and rank; False if that one
+        is newer, and this one what was on its way when the engine ended."""
+        for place, other in self._followed.items():
+            if other.source.endpoint is endpoint and other.rank == rank:
+                if not other.stream.is_outdone(stamp_s, self._loop.time()):
+                    return False
+                self._past["restarts"] += 1
+                self._unfollow(place)
+                self.index.forget_rank(endpoint, rank)
+                break
+        return True
+
+    def _follow(self, topic: bytes, rank: int, source: KvSource) -> _Followed:
+        plain = self._options.stream
+        options = replace(plain, has_replay=plain.has_replay and source.replay_port > 0)
         followed = self._followed[topic, rank] = _Followed(source, rank, KvStream(options))
         log.info("%s engine %s tells of its KV blocks", source.endpoint.role, source.endpoint.address)
         return followed
@@ -324,10 +365,7 @@ class KvEvents:
         for place, followed in list(self._followed.items()):
             endpoint = followed.source.endpoint
             if endpoint.state is EndpointState.REMOVED:
-                del self._followed[place]
-                self._past.update(followed.counts())
-                if followed.replay is not None:
-                    followed.replay.cancel()
+                self._unfollow(place)
                 self.index.forget(endpoint)
                 continue
             if followed.life != endpoint.life:
@@ -335,6 +373,13 @@ class KvEvents:
                 self._obey(followed, followed.stream.restart(now_s))
             self._obey(followed, followed.stream.tick(now_s))
         self.index.sweep(_SWEEP)
+
+    def _unfollow(self, place: tuple[bytes, int]) -> None:
+        """Its engine is gone, or speaks otherwise; what is known of it is for the caller to forget."""
+        followed = self._followed.pop(place)
+        self._past.update(followed.counts())
+        if followed.replay is not None:
+            followed.replay.cancel()
 
     # -- replays ----------------------------------------------------------------------------------------------------
 
@@ -411,6 +456,19 @@ def resolver(endpoints: Callable[[], Iterable[Endpoint]]) -> Callable[[str], KvS
         return None
 
     return resolve
+
+
+def _why_unknown(topic: str) -> str:
+    parsed = parse_topic(topic)
+    if parsed is None:
+        return (
+            "it names no engine. Start the engine with --kv-events-config as antiphon config render writes it: its "
+            "topic is kv@ and the engine's URL (docs/kv-routing.md)"
+        )
+    return (
+        f"{parsed[0][:_SHOWN_MAX]!r} is no engine of this router. Write the URL in the topic exactly as the router has "
+        "it (antiphon endpoints list), or add the engine (antiphon endpoints add)"
+    )
 
 
 def stored_blocks(event: BlockStored) -> StoredBlocks:

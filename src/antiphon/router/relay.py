@@ -19,6 +19,7 @@ from antiphon.core.errors import ProtocolError, UpstreamError, UpstreamGarbage
 from antiphon.protocol import json
 from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import EVENT_STREAM
+from antiphon.protocol.prefill_answer import prompt_counts
 from antiphon.protocol.usage import USAGE_MAX_BYTES, output_tokens
 from antiphon.router.headers import answer_lines, returned_lines
 from antiphon.transport.http.client import BODY_MAX_BYTES
@@ -282,6 +283,9 @@ class Relay:
 
     def _report_end(self) -> None:
         """The stream is complete. vLLM writes an error event just before its end, or as the last one."""
+        receipt = self._owner.receipt
+        if receipt.path == "cached":
+            receipt.prompt_tokens, receipt.cached_tokens = prompt_counts(self._last_but_one + self._last)
         has_error = _END_OF_EVENT + self._api.first_error in _END_OF_EVENT + self._last_but_one + self._last
         self._owner.ended(is_complete=True, has_error=has_error)
 
@@ -310,6 +314,8 @@ class Relay:
             receipt.status = self.status
             if receipt.tenant is not None:
                 receipt.output_tokens = output_tokens(body)
+            if receipt.path == "cached":
+                receipt.prompt_tokens, receipt.cached_tokens = prompt_counts(body)
             responder.send(self.status, returned_lines(self._headers) + answer_lines(receipt), body)
         self._owner.ended(is_complete=True, has_error=False, is_json=is_json)
 

@@ -260,7 +260,9 @@ class TokenReports:
         for source, number in sources.by_source.items():
             self._metrics.by_source[source] += number
         if receipt.path == "cached" and receipt.num_held_tokens is not None and reported.decode is not None:
-            self._held("cached", receipt.num_held_tokens, reported.decode.device + reported.decode.l1)
+            self._held(
+                "cached", receipt.num_held_tokens, reported.decode.device + reported.decode.l1 + reported.decode.l2
+            )
         if receipt.outcome == "completed":
             for leg in _missing_of(receipt, reported):
                 self._metrics.missing[leg] += 1
@@ -283,13 +285,22 @@ def _tokens_of(report: TokenReport) -> LegTokens:
         computed=report.computed,
         num_preemptions=report.num_preemptions,
         finish=report.finish,
+        l2=report.l2,
     )
 
 
 def _sources_of(receipt: Receipt, reported: ReportedTokens) -> TokenSources:
     if receipt.decode is None and reported.decode is None:  # the prefill engine is the last one
-        return merge(receipt.prompt_tokens, None, reported.prefill)
-    return merge(receipt.prompt_tokens, reported.prefill, reported.decode)
+        return merge(_told(receipt, reported), None, reported.prefill)
+    return merge(_told(receipt, reported), reported.prefill, reported.decode)
+
+
+def _told(receipt: Receipt, reported: ReportedTokens) -> int | None:
+    """Tokens of the prompt by another source than reports. What the router counted itself stands in where there is
+    nothing else, and is held against no report."""
+    if receipt.prompt_tokens is None and reported.prefill is None and reported.decode is None:
+        return receipt.num_placed_tokens
+    return receipt.prompt_tokens
 
 
 def _missing_of(receipt: Receipt, reported: ReportedTokens) -> list[Leg]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ProtocolError
 from antiphon.observe.aware_metrics import WhereView
 from antiphon.observe.receipt import Receipt
 from antiphon.protocol import json
@@ -128,7 +127,7 @@ class Whereabouts:
             salt: under which engines look for its KV; empty where there is none.
         """
         model = body.get("model") or b""
-        name = _name_in(model)
+        name = json.text_in(model)
         self._kv_index.know_scope(prompt.scope, name if self._kv_index.is_adapter(name) else "", salt)
         receipt.chunk_scope = scope_of(model, salt.encode())
 
@@ -190,14 +189,3 @@ class Whereabouts:
 
     def _forget(self, endpoint: Endpoint) -> None:
         self.chunks.forget_engine(endpoint.address)
-
-
-def _name_in(raw: bytes) -> str:
-    """The text that ``raw`` is in JSON; empty for anything else."""
-    if b"\\" not in raw:
-        return raw[1:-1].decode("utf-8", "replace") if raw[:1] == b'"' else ""
-    try:
-        name = json.decode(raw)
-    except ProtocolError:
-        return ""
-    return name if isinstance(name, str) else ""

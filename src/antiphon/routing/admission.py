@@ -301,11 +301,6 @@ class ColdAdmission:
     # -- what is shown ----------------------------------------------------------------------------------------------
 
     @property
-    def num_waiting(self) -> int:
-        """Requests in the queue before the prefill."""
-        return len(self._waiting)
-
-    @property
     def is_on(self) -> bool:
         """Whether anything is ever made to wait."""
         return self._token_bytes > 0

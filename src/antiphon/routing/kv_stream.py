@@ -162,6 +162,11 @@ class KvStream:
             self._ask(now_s, advice)
         return advice
 
+    def is_outdone(self, stamp_s: float, now_s: float) -> bool:
+        """Whether another stream that names the same engine, and has a batch of this stamp, is the one to follow: it is
+        newer than anything that was taken here, or this one is silent."""
+        return stamp_s > self._newest_s or now_s >= self._heard_s + self._options.pause_s
+
     def restart(self, now_s: float) -> Advice:
         """The engine is known, from elsewhere, to have begun another life. What it has said of the life that is over
         is not believed any more; what it has said of the new one comes again with a replay."""

@@ -1,4 +1,4 @@
-"""What a router tells of the requests that wait in it: cold prompts, and those of tenants.
+"""What a router tells of itself: its engines, and the requests that wait in it, cold prompts and those of tenants.
 
 It only asks, and takes no answer for granted: what is missing or of another shape is as if it were not told.
 """
@@ -37,12 +37,25 @@ class TenantLoad:
 
 
 @dataclass(frozen=True)
+class RoutedEngine:
+    """An engine that a router knows, as it sees it."""
+
+    role: str
+    url: str
+    state: str
+    """``ready``, ``warming``, ``leaving``, or another word of the router's; with the reason where there is one."""
+    num_in_flight: int
+
+
+@dataclass(frozen=True)
 class RouterLoad:
-    """What waits in a router."""
+    """What a router has to do, and with which engines."""
 
     cold: ColdQueue | None
     """None where no request waits for its admission."""
     tenants: tuple[TenantLoad, ...]
+    engines: tuple[RoutedEngine, ...] = ()
+    """All of them, those that were added while it ran too."""
 
 
 async def ask_router(base_url: str, *, timeout_s: float) -> RouterLoad | None:
@@ -64,9 +77,19 @@ def load_of(status: Any) -> RouterLoad | None:
             tenants=tuple(
                 TenantLoad(str(each["name"]), int(each["num_in_flight"]), int(each["num_waiting"])) for each in tenants
             ),
+            engines=tuple(_engine(each) for each in status.get("engines", ())),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def _engine(told: dict[str, Any]) -> RoutedEngine:
+    state = str(told["state"])
+    if told["is_warming"] or told["is_leaving"]:
+        state = "warming" if told["is_warming"] else "leaving"
+    elif told["cause"]:
+        state = f"{state} ({told['cause']})"
+    return RoutedEngine(str(told["role"]), str(told["url"]), state, int(told["active_requests"]))
 
 
 def _cold(told: dict[str, Any]) -> ColdQueue:
