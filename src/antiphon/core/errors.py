@@ -17,6 +17,15 @@
     │   ├── NotLocal           the call needs the unix socket of the host
     │   ├── CacheUnavailable   no connection to a cache server, or it ended before the answer
     │   └── CallTimeout        the cache server did not answer in time
+    ├── TierError          a call to a tier behind the arena failed; the caller goes on as after a miss
+    │   ├── TierUnavailable    it is out of service: no connection, refused, or closed
+    │   ├── TierTimeout        it did not answer by the deadline
+    │   ├── TierFull           it has no room for a chunk
+    │   └── TierCorrupt        a record was damaged, or means something else; it was removed
+    ├── PeerError          a call to a peer or to the coordinator failed; the caller goes on as after a miss
+    │   ├── PeerRefused        one of the two sides has not shown the cluster secret, or speaks another version
+    │   ├── PeerUnavailable    no connection, or it ended before the answer
+    │   └── PeerTimeout        no answer by the deadline
     └── UpstreamError      an engine failed while it served a request
         ├── ConnectFailed      no connection was made: no byte of the request was written
         │   ├── ConnectTimeout     nothing answered at its address in time
@@ -173,3 +182,39 @@ class UpstreamTimeout(UpstreamError):
 
 class UpstreamGarbage(UpstreamError):
     """The engine answered with something that cannot be used."""
+
+
+class TierError(AntiphonError):
+    """A call to a tier behind the arena failed. The caller goes on as after a miss."""
+
+
+class TierUnavailable(TierError):
+    """The tier is out of service: no connection, access refused, or closed."""
+
+
+class TierTimeout(TierError):
+    """The tier did not answer by the deadline. Whether it did what it was asked is not known."""
+
+
+class TierFull(TierError):
+    """The tier has no room for a chunk."""
+
+
+class TierCorrupt(TierError):
+    """A record was damaged, or means something else than what was asked for. It was removed."""
+
+
+class PeerError(AntiphonError):
+    """A call to a peer or to the coordinator failed. The caller goes on as after a miss."""
+
+
+class PeerRefused(PeerError):
+    """One of the two sides has not shown the cluster secret, or speaks another version."""
+
+
+class PeerUnavailable(PeerError):
+    """There is no connection, or it ended before the answer."""
+
+
+class PeerTimeout(PeerError):
+    """No answer came by the deadline."""

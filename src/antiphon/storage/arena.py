@@ -23,6 +23,7 @@ import fcntl
 import os
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 from antiphon.core.errors import CacheError, CapacityExceeded, StaleHandle
@@ -56,6 +57,7 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 def _madvise(address: int, num_bytes: int, advice: int) -> int:
@@ -88,6 +90,8 @@ class ArenaMapping:
         self.instance = instance
         self.incarnation = incarnation
         self.is_closed = False
+        self.unmap_with: Callable[[Callable[[], None]], None] = lambda unmap: unmap()
+        """Calls what unmaps. Who has told a driver of the memory puts itself here: it takes that back first."""
 
     @classmethod
     def open(cls, fd: int, expected_instance: str, expected_incarnation: str) -> ArenaMapping:
@@ -148,8 +152,15 @@ class ArenaMapping:
         views[name] = weakref.ref(array, lambda _: views.pop(name))
         return memoryview(array).cast("B")
 
+    def is_populated(self, offset_bytes: int) -> bool:
+        """Whether the page at an offset has memory. False where the kernel does not tell, and once it is closed."""
+        assert 0 <= offset_bytes < self.data_bytes, (offset_bytes, self.data_bytes)
+        page = self._base_address + HEADER_BYTES + offset_bytes // PAGE_BYTES * PAGE_BYTES
+        found = ctypes.create_string_buffer(1)
+        return not self.is_closed and _libc.mincore(page, PAGE_BYTES, found) == 0 and bool(found.raw[0] & 1)
+
     def close(self) -> None:
-        """Unmaps.
+        """Unmaps, as ``unmap_with`` says.
 
         Raises:
             BufferError: a view of it still exists; nothing was unmapped.
@@ -158,7 +169,8 @@ class ArenaMapping:
         if self._views:
             raise BufferError(f"{len(self._views)} views of the arena are in use: release them before closing it")
         self.is_closed = True
-        _munmap(self._base_address, self._total_bytes)
+        base_address, total_bytes = self._base_address, self._total_bytes
+        self.unmap_with(lambda: _munmap(base_address, total_bytes))
 
 
 class ArenaOwner:

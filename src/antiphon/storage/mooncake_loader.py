@@ -1,0 +1,65 @@
+"""Where the libraries of Mooncake are found.
+
+Mooncake needs ``libibverbs.so.1`` also where it only uses TCP. Where the system has none, the one that NIXL's package
+brings serves: it has another file name, so that the loader is shown a link to it. The loader reads its path when a
+process starts, which is why this makes an environment for a child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+__all__ = ["loader_environment"]
+
+_LIBRARY: Final = "libibverbs.so.1"
+_BESIDE: Final = ("nixl_cu12", "nixl_cu13")
+
+
+def loader_environment(environment: dict[str, str]) -> dict[str, str]:
+    """``environment``, with a loader path under which Mooncake loads, where one is needed and can be made."""
+    if _has_library():
+        return environment
+    library = _library_of_nixl()
+    if library is None:
+        return environment
+    folder = _link_folder(library)
+    path = ":".join(filter(None, (environment.get("LD_LIBRARY_PATH"), str(folder), str(library.parent))))
+    return {**environment, "LD_LIBRARY_PATH": path}
+
+
+def _has_library() -> bool:
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def _library_of_nixl() -> Path | None:
+    for name in _BESIDE:
+        spec = importlib.util.find_spec(name)
+        for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+            found = sorted(Path(f"{location}.libs").glob("libibverbs-*.so*"))
+            if found:
+                return found[0]
+    return None
+
+
+def _link_folder(library: Path) -> Path:
+    """A folder of this user with a link to ``library`` under the name that is looked for."""
+    folder = Path(tempfile.gettempdir()) / f"antiphon-libraries-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022 or not folder.is_dir() or folder.is_symlink():
+        folder = Path(tempfile.mkdtemp(prefix="antiphon-libraries-"))
+    link = folder / _LIBRARY
+    if not link.is_symlink() or link.readlink() != library:
+        made = Path(tempfile.mktemp(dir=folder))
+        made.symlink_to(library)
+        made.replace(link)
+    return folder

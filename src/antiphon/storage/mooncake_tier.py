@@ -1,0 +1,419 @@
+"""The tier in a Mooncake store: memory of many machines under one master.
+
+Mooncake's client runs in a child process (``mooncake_child``), which is started in the background and started again
+when it died or was late for ``LATE_MAX_S``. A call copies a record into a slot of memory that both share, or out of it.
+
+Always true:
+
+- A slot belongs to one call until the child answered it or was killed, also when the caller left earlier.
+- A call waits at most ``timeout_s``, also while the child starts or the master hangs.
+
+What is in the store is the master's matter: it evicts by its own rules, forgets everything when it starts again, and
+cannot list keys. Access to it is not authenticated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import mmap
+import os
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierUnavailable
+from antiphon.core.units import MIB, align_up
+from antiphon.storage.calls import Deadline
+from antiphon.storage.known_keys import KnownKeys
+from antiphon.storage.mooncake_child import ANSWER, CALL, MESSAGE_MAX_BYTES, MooncakeSetup, Operation
+from antiphon.storage.mooncake_loader import loader_environment
+from antiphon.storage.record import HEAD_BYTES, RecordReader, RecordWriter, record_bytes
+from antiphon.storage.tier import ChunkMeta, TierUsage
+
+__all__ = ["MooncakeTier", "MooncakeTierOptions"]
+
+LATE_MAX_S: Final = 10.0
+"""A child that owes an answer for longer is given up: Mooncake's own limit for a call, with some slack."""
+RESTART_PAUSE_S: Final = 1.0
+"""Between two starts of the child, so that one that cannot work does not take a processor."""
+KEYS_PER_CALL: Final = 500
+_RPC_TIMEOUT_MS: Final = 5000
+_NOT_FOUND: Final = -704
+_MISSES: Final = frozenset({-703, _NOT_FOUND, -707})
+"""Not whole yet, not there, or evicted while it was read."""
+_BUSY: Final = frozenset({-703, -705, -706})
+"""Somebody else writes or reads the object at the moment."""
+BUSY_PAUSE_S: Final = 0.02
+_FULL: Final = frozenset({-200, -201})
+_WRONG_SIZE: Final = frozenset({-600})
+"""The object is larger than the buffer that it is to be read into."""
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeTierOptions:
+    """How the tier reaches its store.
+
+    Args:
+        master: host and port.
+        metadata: URL of an HTTP or etcd metadata server, or ``P2PHANDSHAKE``.
+        local_host: address of this machine that other nodes of the store reach.
+        segment_bytes: memory of this process's child that it gives to the store; 0: others give it.
+        protocol: ``tcp`` or ``rdma``.
+        devices: RDMA devices, separated by commas.
+        prefix: of every key.
+        timeout_s: of each call.
+        num_threads: calls at once, each with a slot.
+        chunk_bytes_max: of a chunk; memory is taken only as it is used.
+    """
+
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    local_host: str = "127.0.0.1"
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    devices: str = ""
+    prefix: str = "antiphon"
+    timeout_s: float = 5.0
+    num_threads: int = 4
+    chunk_bytes_max: int = 256 * MIB
+
+
+class _Child:
+    """One life of the child.
+
+    Args:
+        options: of the tier.
+        memory_fd: of the slots.
+        slot_bytes: of each.
+    """
+
+    def __init__(self, options: MooncakeTierOptions, memory_fd: int, slot_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[Future[list[int]], float]] = {}
+        self.ready: Future[list[int]] = Future()
+        self._waiting[0] = (self.ready, time.monotonic())
+        self.is_dead = False
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = MooncakeSetup(
+            parent_pid=os.getpid(),
+            memory_fd=memory_fd,
+            num_slots=options.num_threads,
+            slot_bytes=slot_bytes,
+            local_host=f"{options.local_host}:{_free_port(options.local_host)}",
+            metadata=options.metadata,
+            master=options.master,
+            segment_bytes=options.segment_bytes,
+            protocol=options.protocol,
+            devices=options.devices,
+        )
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "antiphon.storage.mooncake_child", setup.to_json()],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[memory_fd],
+                env=_environment(options),
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="antiphon-tier-mooncake-answers", daemon=True)
+        self._reader.start()
+
+    def send(self, operation: int, keys: Sequence[str], slot: int = 0, num_bytes: int = 0) -> Future[list[int]]:
+        """Sends a call; the future has the codes, or ``TierUnavailable`` when the child ends first."""
+        future: Future[list[int]] = Future()
+        with self._lock:
+            if self.is_dead:
+                raise TierUnavailable("the client of Mooncake has ended; it is started again")
+            number = next(self._numbers)
+            self._waiting[number] = (future, time.monotonic())
+            try:
+                self._link.send(CALL.pack(number, operation, slot, num_bytes) + "\n".join(keys).encode())
+            except OSError as error:
+                del self._waiting[number]
+                raise TierUnavailable(f"the client of Mooncake does not take calls: {error.strerror}") from error
+        return future
+
+    def late_s(self) -> float:
+        """For how long the oldest call has waited; 0 without one."""
+        with self._lock:
+            oldest_s = min((since_s for _, since_s in self._waiting.values()), default=None)
+        return 0.0 if oldest_s is None else time.monotonic() - oldest_s
+
+    def end(self) -> None:
+        """Kills it. Every call that waits gets an error."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._link.recv(MESSAGE_MAX_BYTES)
+            except OSError:
+                message = b""
+            if not message:
+                break
+            (number,) = ANSWER.unpack_from(message)
+            codes = list(struct.unpack(f"<{(len(message) - ANSWER.size) // 4}i", message[ANSWER.size :]))
+            with self._lock:
+                future, _ = self._waiting.pop(number)
+            future.set_result(codes)
+        with self._lock:
+            self.is_dead = True
+            left = list(self._waiting.values())
+            self._waiting.clear()
+            self._link.close()
+        for future, _ in left:
+            future.set_exception(TierUnavailable("the client of Mooncake has ended; it is started again"))
+
+
+class MooncakeTier:
+    """See the module. It starts its child at once, and does not wait for it.
+
+    Args:
+        name: of the tier.
+        options: where the store is.
+
+    Raises:
+        ConfigError: Mooncake is not installed.
+    """
+
+    def __init__(self, name: str, options: MooncakeTierOptions) -> None:
+        if importlib.util.find_spec("mooncake") is None:
+            raise ConfigError(
+                "the package for Mooncake is not installed",
+                remedy="pip install 'antiphon[mooncake]', or mooncake-transfer-engine on a machine with CUDA",
+            )
+        self.name = name
+        self._options = options
+        self._slot_bytes = align_up(HEAD_BYTES + options.chunk_bytes_max, mmap.PAGESIZE)
+        self._memory_fd = os.memfd_create("antiphon-mooncake", os.MFD_CLOEXEC)
+        total_bytes = options.num_threads * self._slot_bytes
+        os.ftruncate(self._memory_fd, total_bytes)
+        self._memory = memoryview(mmap.mmap(self._memory_fd, total_bytes))
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        for slot in range(options.num_threads):
+            self._free.put(slot)
+        self._known = KnownKeys()
+        self._changed = threading.Condition()
+        self._child: _Child | None = None
+        self._is_closed = False
+        self._keeper = threading.Thread(target=self._keep, name="antiphon-tier-mooncake", daemon=True)
+        self._keeper.start()
+
+    # ---- the calls ---------------------------------------------------------------------------------------------------
+
+    def put(self, key: bytes, payload: memoryview, meta: ChunkMeta) -> None:
+        """See ``TierStore.put``. ``TierFull``: the store has no room, or a chunk is larger than a slot."""
+        deadline = self._deadline()
+        num_bytes = record_bytes(meta)
+        if num_bytes > self._slot_bytes:
+            raise TierFull(
+                f"a chunk of {meta.num_bytes} bytes does not fit into a slot of {self._options.chunk_bytes_max}",
+                remedy="raise chunk_bytes_max of the tier",
+            )
+        writer = RecordWriter(key, payload, meta)
+        slot, child = self._begin(deadline)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._free.put, slot)
+            writer.fill(self._slot(slot))
+            writer.check()
+            future = child.send(Operation.PUT, [self._name_of(key)], slot, num_bytes)
+            undo.pop_all()
+        (code,) = self._answer(future, deadline, slot)
+        try:
+            while code in _BUSY:
+                time.sleep(min(BUSY_PAUSE_S, deadline.left_s()))
+                future = child.send(Operation.PUT, [self._name_of(key)], slot, num_bytes)
+                (code,) = self._answer(future, deadline, None)
+        finally:
+            self._free_when_done(future, slot)
+        if code in _FULL:
+            raise TierFull(f"the Mooncake store has no room for {num_bytes} bytes (code {code})")
+        self._check(code)
+        self._known.add(key, num_bytes)
+
+    def get_into(self, key: bytes, meta: ChunkMeta, into: memoryview) -> bool:
+        """See ``TierStore.get_into``."""
+        deadline = self._deadline()
+        num_bytes = record_bytes(meta)
+        if num_bytes > self._slot_bytes:
+            return False  # never put
+        reader = RecordReader(key, meta, into)
+        slot, child = self._begin(deadline)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._free.put, slot)
+            future = child.send(Operation.GET, [self._name_of(key)], slot, num_bytes)
+            undo.pop_all()
+        (code,) = self._answer(future, deadline, slot)
+        try:
+            if code in _MISSES:
+                self._known.discard(key)
+                return False
+            if code in _WRONG_SIZE:
+                raise TierCorrupt(f"the record of chunk {key.hex()[:16]} is larger than {num_bytes} bytes")
+            self._check(min(code, 0))
+            reader.feed(self._slot(slot)[: min(code, num_bytes)])
+            reader.finish()
+        except TierCorrupt:
+            with contextlib.suppress(TierError):
+                self.remove([key])
+            raise
+        finally:
+            self._free.put(slot)
+        return True
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See ``TierStore.contains``."""
+        codes = self._each(Operation.EXIST, keys)
+        for code in codes:
+            self._check(min(code, 0))
+        return [code == 1 for code in codes]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """See ``TierStore.remove``. What somebody reads at the moment goes too."""
+        for key in keys:
+            self._known.discard(key)
+        for code in self._each(Operation.REMOVE, keys):
+            self._check(0 if code in _MISSES else min(code, 0))
+
+    def keys(self) -> None:
+        """See ``TierStore.keys``: the store cannot list."""
+
+    def usage(self) -> TierUsage:
+        """See ``TierStore.usage``: what this process has put."""
+        return self._known.usage(None)
+
+    def probe(self) -> None:
+        """See ``TierStore.probe``."""
+        deadline = self._deadline()
+        (code,) = self._answer(self._ready(deadline).send(Operation.PROBE, ["antiphon-probe"]), deadline, None)
+        self._check(min(code, 0))
+
+    def close(self) -> None:
+        """See ``TierStore.close``. What the child gave to the store is lost."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._keeper.join()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+            self._memory_fd = -1
+
+    # ---- one call ----------------------------------------------------------------------------------------------------
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._options.timeout_s, f"the Mooncake store of tier {self.name}")
+
+    def _name_of(self, key: bytes) -> str:
+        return f"{self._options.prefix}-{key.hex()}"
+
+    def _slot(self, slot: int) -> memoryview:
+        return self._memory[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def _begin(self, deadline: Deadline) -> tuple[int, _Child]:
+        child = self._ready(deadline)
+        try:
+            return self._free.get(timeout=deadline.left_s()), child
+        except queue.Empty:
+            raise deadline.passed() from None
+
+    def _ready(self, deadline: Deadline) -> _Child:
+        """The child, when it is set up."""
+        with self._changed:
+            while not self._is_closed and (self._child is None or self._child.is_dead):
+                self._changed.wait(deadline.left_s())
+            if self._is_closed:
+                raise TierUnavailable(f"the tier {self.name} is closed")
+            child = self._child
+        assert child is not None
+        (code,) = self._answer(child.ready, deadline, None)
+        if code != 0:
+            raise TierUnavailable(
+                f"Mooncake's client cannot be set up (code {code})",
+                remedy=f"check that the master {self._options.master} and the metadata server run",
+            )
+        return child
+
+    def _answer(self, future: Future[list[int]], deadline: Deadline, slot: int | None) -> list[int]:
+        """The codes of a call; its slot is the caller's again. After an error it is free when the child is done."""
+        try:
+            return future.result(deadline.left_s())
+        except (TimeoutError, TierError) as error:
+            if slot is not None:
+                self._free_when_done(future, slot)
+            if isinstance(error, TierError):
+                raise
+            raise deadline.passed() from None
+
+    def _free_when_done(self, future: Future[list[int]], slot: int) -> None:
+        """At once, where the child is done with it."""
+        future.add_done_callback(lambda _: self._free.put(slot))
+
+    def _each(self, operation: int, keys: Sequence[bytes]) -> list[int]:
+        deadline = self._deadline()
+        codes: list[int] = []
+        for start in range(0, len(keys), KEYS_PER_CALL):
+            names = [self._name_of(key) for key in keys[start : start + KEYS_PER_CALL]]
+            codes += self._answer(self._ready(deadline).send(operation, names), deadline, None)
+        return codes
+
+    def _check(self, code: int) -> None:
+        if code != 0:
+            raise TierUnavailable(f"the Mooncake store answered with code {code}")
+
+    # ---- the child ---------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """Has a child that works, until the tier is closed."""
+        while True:
+            child = _Child(self._options, self._memory_fd, self._slot_bytes)
+            with self._changed:
+                self._child = child
+                self._changed.notify_all()
+            self._watch(child)
+            child.end()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, RESTART_PAUSE_S):
+                    return
+
+    def _watch(self, child: _Child) -> None:
+        """Until the child is dead, late or of no use, or the tier is closed."""
+        while True:
+            with self._changed:
+                if self._is_closed or child.is_dead or child.late_s() > LATE_MAX_S:
+                    return
+                if child.ready.done() and child.ready.exception() is None and child.ready.result() != [0]:
+                    return
+                self._changed.wait(0.2)
+
+
+def _free_port(host: str) -> int:
+    """A port that nothing listens on. Mooncake cannot be given 0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(options: MooncakeTierOptions) -> dict[str, str]:
+    environment = {
+        "MC_RPC_TIMEOUT_MS": str(_RPC_TIMEOUT_MS),
+        "MC_RPC_CONNECT_TIMEOUT_MS": str(_RPC_TIMEOUT_MS),
+        "MC_TCP_BIND_ADDRESS": options.local_host,
+        **os.environ,
+    }
+    return loader_environment(environment)

@@ -1,0 +1,206 @@
+"""What a tier is measured against: the plain calls of the disk or the client behind it, in the same run.
+
+No record, no digest, no deadline, no index: payloads go out and come back, nothing else. For benches only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from antiphon.config.tier_spec import TierSpec
+from antiphon.core.errors import StartError
+from antiphon.storage.mooncake_loader import loader_environment
+
+__all__ = ["PlainCalls", "mooncake_rates", "plain_calls"]
+
+_SCRIPT_TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCalls:
+    """Two calls of a client, safe in several threads.
+
+    Args:
+        put: stores the payload of a number.
+        get: reads it, and returns how many bytes there were.
+        close: removes what was stored.
+    """
+
+    put: Callable[[int, memoryview], None]
+    get: Callable[[int, int], int]
+    close: Callable[[], None]
+
+
+def plain_calls(spec: TierSpec) -> PlainCalls | None:
+    """Those of the place of ``spec``; None for a kind that has none in this process.
+
+    Raises:
+        OSError: of the system, or of a client.
+    """
+    match spec.kind:
+        case "disk":
+            return _disk(Path(f"{spec.path.rstrip('/')}.plain"))
+        case "redis":
+            return _redis(spec)
+        case "s3":
+            return _s3(spec)
+        case _:
+            return None
+
+
+def _disk(folder: Path) -> PlainCalls:
+    """A file for each payload, written with one call past the page cache and forced to the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = threading.local()
+
+    def put(number: int, payload: memoryview) -> None:
+        fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+        try:
+            assert os.pwrite(fd, payload, 0) == len(payload)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def get(number: int, num_bytes: int) -> int:
+        fd = os.open(folder / str(number), os.O_RDONLY | os.O_DIRECT)
+        try:
+            if len(getattr(mine, "buffer", b"")) != num_bytes:
+                mine.buffer = mmap.mmap(-1, num_bytes)
+            return os.preadv(fd, [mine.buffer], 0)
+        finally:
+            os.close(fd)
+
+    def close() -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    return PlainCalls(put, get, close)
+
+
+def _redis(spec: TierSpec) -> PlainCalls:
+    """One value for each payload."""
+    import redis
+
+    client = redis.Redis.from_url(spec.url, username=spec.username, password=spec.read_password())
+    used: set[str] = set()
+
+    def put(number: int, payload: memoryview) -> None:
+        name = f"{spec.prefix}-plain-{number}"
+        used.add(name)
+        client.set(name, payload)
+
+    def get(number: int, num_bytes: int) -> int:
+        value: Any = client.get(f"{spec.prefix}-plain-{number}")
+        return len(value)
+
+    def close() -> None:
+        client.delete(*used)
+        client.close()
+
+    return PlainCalls(put, get, close)
+
+
+def _s3(spec: TierSpec) -> PlainCalls:
+    """One object for each payload, in one request."""
+    import obstore
+    from obstore.store import S3Store
+
+    names = ("access_key_id", "secret_access_key", "session_token")
+    given: dict[str, Any] = dict(zip(names, spec.read_credentials(), strict=False))
+    given |= {"endpoint": spec.endpoint} if spec.endpoint else {}
+    given |= {"region": spec.region} if spec.region else {}
+    store = S3Store(
+        urlsplit(spec.url).netloc,
+        prefix="antiphon-plain",
+        virtual_hosted_style_request=spec.virtual_host,
+        client_options={"allow_http": True, "timeout": "60s"},
+        **given,
+    )
+    used: set[str] = set()
+
+    def put(number: int, payload: memoryview) -> None:
+        used.add(str(number))
+        obstore.put(store, str(number), payload, use_multipart=False)
+
+    def get(number: int, num_bytes: int) -> int:
+        return len(obstore.get(store, str(number)).bytes())
+
+    return PlainCalls(put, get, lambda: obstore.delete(store, sorted(used)))
+
+
+# ---- Mooncake, whose client loads only in a process of its own -------------------------------------------------------
+
+
+def mooncake_rates(spec: TierSpec, num_chunks: int, chunk_bytes: int, num_threads: int) -> tuple[float, float]:
+    """Bytes a second of its client's ``put_from`` and ``get_into``, best of three rounds.
+
+    Raises:
+        StartError: its client cannot do it.
+    """
+    from antiphon.storage.mooncake_tier import _free_port
+
+    told = {
+        "setup": [f"{spec.local_host}:{_free_port(spec.local_host)}", spec.metadata, 0, 16 << 20, spec.protocol],
+        "more": [spec.devices, urlsplit(spec.url).netloc],
+        "num_chunks": num_chunks,
+        "chunk_bytes": chunk_bytes,
+        "num_threads": num_threads,
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "antiphon.storage.plain_calls", json.dumps(told)],
+        capture_output=True,
+        text=True,
+        timeout=_SCRIPT_TIMEOUT_S,
+        env=loader_environment({**os.environ, "MC_TCP_BIND_ADDRESS": spec.local_host}),
+        check=False,
+    )
+    lines = ran.stdout.strip().splitlines()
+    if ran.returncode != 0 or not lines:
+        raise StartError(f"Mooncake's client ended with code {ran.returncode}: {ran.stderr[-500:]}")
+    put_rate, get_rate = json.loads(lines[-1])
+    return float(put_rate), float(get_rate)
+
+
+def _mooncake_main(told: dict[str, Any]) -> tuple[float, float]:
+    import ctypes
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    assert store.setup(*told["setup"], *told["more"]) == 0
+    size, count, threads = told["chunk_bytes"], told["num_chunks"], told["num_threads"]
+    buffer = mmap.mmap(-1, size * threads)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    ctypes.memset(address, 1, size * threads)
+    assert store.register_buffer(address, size * threads) == 0
+    best = [0.0, 0.0]
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            calls = (
+                lambda n: store.upsert_from(f"antiphon-plain-{n}", address + n % threads * size, size) == 0,
+                lambda n: store.get_into(f"antiphon-plain-{n}", address + n % threads * size, size) == size,
+            )
+            for number, call in enumerate(calls):
+                start_s = time.perf_counter()
+                assert all(pool.map(call, range(count)))
+                best[number] = max(best[number], count * size / (time.perf_counter() - start_s))
+    store.batch_remove([f"antiphon-plain-{n}" for n in range(count)], True)
+    return best[0], best[1]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_mooncake_main(json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # Mooncake's exit handlers may hang

@@ -1,0 +1,110 @@
+"""Opens the store of a tier that the spec names. Each kind is imported when it is opened, with the package it needs."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from antiphon.config.tier_spec import GB, TierSpec
+from antiphon.core.errors import ConfigError
+from antiphon.storage.tier import TierStore
+
+__all__ = ["open_tier"]
+
+
+def open_tier(spec: TierSpec) -> TierStore:
+    """The store of ``spec``. Only that of a disk waits: it looks through its folder. The others connect when called.
+
+    Raises:
+        ConfigError: a package is not installed, a secret cannot be read, or the place belongs to somebody else.
+        TierUnavailable, TierTimeout: the disk cannot be used.
+    """
+    try:
+        import xxhash  # noqa: F401  # every record needs it
+    except ImportError as error:
+        raise ConfigError("the package xxhash is not installed", remedy="pip install 'antiphon[tiers]'") from error
+    match spec.kind:
+        case "disk":
+            return _disk(spec)
+        case "redis":
+            return _redis(spec)
+        case "s3":
+            return _s3(spec)
+        case "mooncake":
+            return _mooncake(spec)
+        case kind:
+            assert kind == "memory", kind
+            from antiphon.storage.memory_tier import MemoryTier
+
+            return MemoryTier(spec.tier_name, spec.capacity_bytes, spec.timeout_s)
+
+
+def _num_threads(spec: TierSpec) -> int:
+    """One for each chunk that may be on its way, and one for what is short: probes, questions, removals."""
+    return spec.fetches_max + spec.publishes_max + 1
+
+
+def _disk(spec: TierSpec) -> TierStore:
+    from antiphon.storage.disk_tier import DiskTier, DiskTierOptions
+
+    options = DiskTierOptions(spec.path, spec.capacity_bytes, spec.timeout_s, _num_threads(spec))
+    return DiskTier(spec.tier_name, options)
+
+
+def _redis(spec: TierSpec) -> TierStore:
+    from antiphon.storage.redis_tier import RedisTier, RedisTierOptions
+
+    return RedisTier(
+        spec.tier_name,
+        RedisTierOptions(
+            url=spec.url,
+            username=spec.username,
+            password=spec.read_password(),
+            ca_file=spec.ca_file,
+            prefix=spec.prefix,
+            timeout_s=spec.timeout_s,
+            num_threads=_num_threads(spec),
+        ),
+    )
+
+
+def _s3(spec: TierSpec) -> TierStore:
+    from antiphon.storage.s3_tier import S3Tier, S3TierOptions
+
+    parts = urlsplit(spec.url)
+    access_key_id, secret_access_key, session_token = [*spec.read_credentials(), None, None, None][:3]
+    return S3Tier(
+        spec.tier_name,
+        S3TierOptions(
+            bucket=parts.netloc,
+            prefix=parts.path.strip("/") or "antiphon",
+            endpoint=spec.endpoint,
+            region=spec.region or os.environ.get("AWS_REGION"),
+            access_key_id=access_key_id,
+            secret_access_key=secret_access_key,
+            session_token=session_token,
+            is_virtual_hosted=spec.virtual_host,
+            timeout_s=spec.timeout_s,
+            num_threads=_num_threads(spec),
+        ),
+    )
+
+
+def _mooncake(spec: TierSpec) -> TierStore:
+    from antiphon.storage.mooncake_tier import MooncakeTier, MooncakeTierOptions
+
+    return MooncakeTier(
+        spec.tier_name,
+        MooncakeTierOptions(
+            master=urlsplit(spec.url).netloc,
+            metadata=spec.metadata,
+            local_host=spec.local_host,
+            segment_bytes=round(spec.segment_gb * GB),
+            protocol=spec.protocol,
+            devices=spec.devices,
+            prefix=spec.prefix,
+            timeout_s=spec.timeout_s,
+            num_threads=_num_threads(spec),
+            chunk_bytes_max=round(spec.chunk_gb_max * GB),
+        ),
+    )
