@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+WITH ?=
 MINUTES ?= 20
 SEEDS ?= 10000
 ABORTS ?= 10000
@@ -20,8 +21,8 @@ help:  ## list the targets
 	@echo 'usage: make <target> [PYTHON=python3.11] [ARGS="..."]'
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
-install:  ## make or update .venv from the lock files
-	@$(PYTHON) scripts/install.py
+install:  ## make or update .venv from the lock files; WITH="ray tiers" adds those parts
+	@$(PYTHON) scripts/install.py $(foreach part,$(WITH),--with $(part))
 
 install-dev:  ## the same, with what the tests need
 	@$(PYTHON) scripts/install.py --dev

