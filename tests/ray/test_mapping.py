@@ -134,7 +134,7 @@ def test_each_key_reaches_the_replicas() -> None:
     assert (decode.upscaling_factor, decode.downscaling_factor) == (0.5, 1.0)
     assert decode.runtime_env == {"working_dir": "s3://b/w.zip"}
     assert (found.ingress.min_replicas, found.ingress.resources) == (2, {"CPU": 1})
-    assert found.pools["prefill"].resources == {"CPU": 1}
+    assert found.pools["prefill"].resources == {"CPU": 0.5}
     assert mapped_from(("proxy_deployment_config.num_replicas", 3)).ingress.max_replicas == 3
     assert mapped_from(("decode_config.deployment_config.num_replicas", "auto")).pools["decode"].max_replicas == 100
 
@@ -148,7 +148,7 @@ def test_without_gpus_the_defaults_of_a_cpu_are_filled_in_and_said() -> None:
         400_000_000,
         1,
     )
-    assert found.pools["decode"].resources == {"CPU": 1}
+    assert found.pools["decode"].resources == {"CPU": 0.5}
     for field in (
         *("", ".placement_group_config", ".engine_kwargs.enforce_eager", ".engine_kwargs.kv_cache_memory_bytes"),
     ):
@@ -170,9 +170,9 @@ def test_with_gpus_nothing_is_filled_in() -> None:
     assert (found.spec.decode.device, found.spec.decode.enforce_eager) == ("auto", None)
     assert found.pools["decode"].resources == {"CPU": 1, "GPU": 1}
     on_cpu = mapped_from(("antiphon.engine.device", "cpu"), machine=GPU_HOST)
-    assert (on_cpu.spec.decode.device, on_cpu.pools["decode"].resources) == ("cpu", {"CPU": 1})
+    assert (on_cpu.spec.decode.device, on_cpu.pools["decode"].resources) == ("cpu", {"CPU": 0.5})
     simulated = mapped_from(("antiphon.engine.kind", "simulated"), machine=GPU_HOST)
-    assert (simulated.pools["decode"].resources, said(simulated)) == ({"CPU": 1}, {})
+    assert (simulated.pools["decode"].resources, said(simulated)) == ({"CPU": 0.1}, {})
 
 
 @pytest.mark.parametrize(

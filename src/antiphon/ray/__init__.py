@@ -1,10 +1,41 @@
-"""The Ray Serve application's configuration: its schema, what it means as a spec, and the way back.
+"""The Ray Serve application: prefill and decode engines that Ray places, watches and scales, behind Antiphon's router.
 
-Nothing here imports Ray. There is no builder in this version: the schema can be checked, and turned into a spec.
+Importing this room does not import Ray: the schema, and what it means as a spec, are there without it.
+:func:`build_pd_openai_app` needs it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from antiphon.core.errors import ConfigError
 from antiphon.ray.schema import LLMConfig, PDServingArgs
 
-__all__ = ["LLMConfig", "PDServingArgs"]
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+__all__ = ["LLMConfig", "PDServingArgs", "build_pd_openai_app"]
+
+
+def build_pd_openai_app(pd_config: dict[str, Any]) -> Application:
+    """The application of ``pd_config``, for ``serve.run`` or, as an ``import_path``, for ``serve deploy``.
+
+    Args:
+        pd_config: ``prefill_config`` and ``decode_config``, each an :class:`LLMConfig`, a mapping, or the name of a
+            YAML file that holds one; ``docs/ray.md`` lists every key.
+
+    What was filled in, replaced or ignored is printed on standard error, a notice a line.
+
+    Raises:
+        SpecError: with every problem found.
+        ConfigError: Ray Serve is not installed.
+    """
+    try:
+        from antiphon.ray.app import build
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "antiphon":
+            raise
+        raise ConfigError(
+            f"Ray Serve cannot be imported: there is no {error.name}", remedy="pip install 'antiphon[ray]'"
+        ) from error
+    return build(pd_config)

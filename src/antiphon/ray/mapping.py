@@ -37,6 +37,9 @@ from antiphon.ray.schema import DeploymentConfig, LLMSection, PDServingArgs, exp
 
 LMCACHE = "LMCacheConnectorV1"
 CONFIG_FILE, LMCACHE_PREFIX = "LMCACHE_CONFIG_FILE", "LMCACHE_"
+ENGINE_CPUS, SIMULATED_CPUS = 0.5, 0.1
+"""Logical CPUs of an engine on CPU, where nothing is written: they bound how many Ray puts on a node, and nothing else.
+A node of two cores takes one of each pool and two more."""
 LEFT_TO_RAY = {
     "supervisor": "Ray starts, watches and stops the processes",
     "prefill.hosts": "Ray places the engines",
@@ -265,7 +268,7 @@ def _pool(draft: _Draft, pool: Pool, config: LLMSection, machine: Machine) -> Re
     draft.add(*found.problems, *problems, *found.notices)
     accelerator = config.accelerator_type or config.deployment_config.ray_actor_options.accelerator_type
     if draft.engine_value(pool, "kind") == "simulated":
-        resources.setdefault("CPU", 1)
+        resources.setdefault("CPU", SIMULATED_CPUS)
     else:
         _device(draft, pool, config, (resources, accelerator, machine, size))
     base = config.experimental_configs.NIXL_SIDE_CHANNEL_PORT_BASE
@@ -323,9 +326,11 @@ def _cpu_defaults(draft: _Draft, pool: Pool, config: LLMSection, resources: dict
     if not resources:
         if draft.engine_value(pool, "device") in (None, "auto") or draft.has(f"{pool}.device"):
             draft.notices.append(Notice(path, "names no GPU, and there is none here: its engines run on CPU"))
-        draft.notices.append(Notice(f"{path}.placement_group_config", '{"bundles": [{"CPU": 1}]} for each engine'))
+        draft.notices.append(
+            Notice(f"{path}.placement_group_config", f'{{"bundles": [{{"CPU": {ENGINE_CPUS}}}]}} for each engine')
+        )
     said = draft.engine_value(pool, "threads")
-    resources.setdefault("CPU", said if isinstance(said, int) else 1)
+    resources.setdefault("CPU", said if isinstance(said, int) else ENGINE_CPUS)
     kwarg = f"{path}.engine_kwargs"
     size = format_bytes(CPU_KV_MEMORY_BYTES)
     threads = max(1, int(resources["CPU"]))
@@ -337,7 +342,7 @@ def _cpu_defaults(draft: _Draft, pool: Pool, config: LLMSection, resources: dict
             CPU_KV_MEMORY_BYTES,
             f"{size} of KV cache for each engine on CPU",
         ),
-        ("threads", f"antiphon.{pool}.threads", threads, f"{threads}: the CPUs that an engine reserves"),
+        ("threads", f"antiphon.{pool}.threads", threads, f"{threads}: the CPUs that an engine reserves, at least 1"),
     ]
     for name, origin, value, text in defaults:
         if draft.engine_value(pool, name) is None:
@@ -369,7 +374,7 @@ def _ingress(draft: _Draft, args: PDServingArgs) -> ReplicaSettings | None:
     actor = options.ray_actor_options
     if found.settings is None:
         return None
-    resources = {"CPU": actor.num_cpus if actor.num_cpus is not None else 0.1, **actor.resources}
+    resources = {"CPU": actor.num_cpus if actor.num_cpus is not None else 0, **actor.resources}
     return replace(found.settings, resources=resources, labels=actor.label_selector)
 
 

@@ -19,7 +19,7 @@ AUTO_REPLICAS_MAX = 100
 TARGET_UNCACHED_TOKENS = 16384
 """Two steps of a prefill engine on a large GPU, 8192 tokens each: one that runs and one that waits."""
 TARGET_FIRST_TOKEN_S = 2.0
-"""Longer, and a reader waits for an answer to begin."""
+"""Longer, and a reader waits for an answer to begin. Only waiting is shortened by more engines (``autoscaling.py``)."""
 TARGET_KV_USAGE = 0.8
 """The rest is for sequences that grow: past it vLLM begins to preempt them."""
 TARGET_RUNNING_SHARE = 0.75
@@ -38,11 +38,11 @@ class Targets:
     ongoing_requests: float | None = None
     """Requests running and waiting in an engine."""
     uncached_tokens: int | None = None
-    """Prompt tokens that an engine has still to compute."""
+    """Prompt tokens that an engine has still to compute, by what its latest requests computed."""
     first_token_s: float | None = None
     """Seconds that a prefill takes, waiting included."""
     kv_usage: float | None = None
-    """Share of the KV blocks in use, 0 to 1."""
+    """Share of the KV blocks in use, 0 to 1; more where requests wait for room."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _targets(role: Role, scaling: AutoscalingConfig, max_num_seqs: int | None) -
     if role == "prefill":
         filled: dict[str, tuple[Any, str]] = {
             "uncached_tokens": (TARGET_UNCACHED_TOKENS, "prompt tokens to be computed for each engine"),
-            "first_token_s": (TARGET_FIRST_TOKEN_S, "seconds that a prefill takes"),
+            "first_token_s": (TARGET_FIRST_TOKEN_S, "seconds that a prefill takes, waiting included"),
         }
     elif role == "decode":
         filled = {"kv_usage": (TARGET_KV_USAGE, "of the KV blocks in use")}

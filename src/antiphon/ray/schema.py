@@ -75,13 +75,14 @@ class AutoscalingConfig(SpecModel):
         default=None,
         gt=0,
         description="Prefill only, not in Ray's schema: seconds that a prefill takes, waiting included, above which "
-        "the pool grows.",
+        "the pool grows, as far as waiting is what takes them.",
     )
     target_kv_usage: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Decode only, not in Ray's schema: share of the KV blocks in use, above which the pool grows.",
+        description="Decode only, not in Ray's schema: share of the KV blocks in use, above which the pool grows; an "
+        "engine on which requests wait for room is full.",
     )
     upscale_delay_s: float = Field(
         default=30.0, ge=0, le=86400, description="Seconds that the target is exceeded before the pool grows."

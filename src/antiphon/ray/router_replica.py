@@ -1,0 +1,189 @@
+"""The deployment of the router: one replica, which runs ``antiphon router`` and keeps its list of engines.
+
+Invariants: what the router is told of engines is told by this replica alone, from the machine that it runs on; an
+engine is added when its replica says that it is ready, and removed when the replica leaves or is not heard of any more;
+a router that starts again knows every engine after one beat of each.
+
+Requests do not pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from antiphon.config.key_files import read_key
+from antiphon.config.resolve import this_machine
+from antiphon.core.errors import ProtocolError, UpstreamError
+from antiphon.ray import inside
+from antiphon.ray.draining import RouterClient
+from antiphon.ray.holder import Holder, HolderOptions
+from antiphon.ray.plans import LOOPBACK, NOBODY, AppSettings, own_url, router_plan, spec_name
+from antiphon.ray.replica import Tasks, check_holder, end_replica
+from antiphon.ray.roster import BEAT_LOST_S, Entry, Roster
+
+log = logging.getLogger("ray.serve")
+START_TIMEOUT_S = 120.0
+"""A router starts in a second or two; a starved node takes longer."""
+LOOK_S = BEAT_LOST_S / 10
+UNHEARD = (UpstreamError, ProtocolError)
+
+
+class RouterReplica:
+    """The one replica of the router. Its methods are called by the other replicas, through Serve's handles."""
+
+    async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._settings = settings
+        self._roster = Roster()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._leaving: set[str] = set()
+        self._num: Counter[str] = Counter()
+        self._tasks = Tasks()
+        self._is_stopping = False
+        inside.keep_replica_near(is_published=settings.is_published)
+        app, _ = inside.replica_identity()
+        spec = settings.spec
+        self._address = inside.node_address() if settings.is_published else LOOPBACK
+        options = HolderOptions(
+            deployment=spec_name(app),
+            log_dir=inside.log_dir() / spec_name(app),
+            start_timeout_s=START_TIMEOUT_S,
+            stop_grace_s=spec.supervisor.stop_grace_s,
+        )
+        self._holder = Holder(router_plan(settings, self._address, this_machine()), options, self._say)
+        self._starting = asyncio.current_task()
+        await self._holder.start(on_end=self._on_end)
+        key_file = spec.router.admin_key_file
+        key = None if key_file is None else read_key(key_file, "router.admin_key_file").decode()
+        self._client = RouterClient(own_url(self._holder.plan.base_url, spec.router.host), key)
+        await self._client.remove("decode", NOBODY, force=True)
+        self._tasks.start(self._watch_beats(), "the watch over the engines' beats")
+        self._say(f"the router answers at {self._holder.plan.base_url} (log: {self._holder.log_path})")
+
+    # --- for the other replicas ------------------------------------------------------------------------------------
+
+    def where(self) -> dict[str, Any]:
+        """Where the router is: ``url``, ``address``, ``node_id``, ``pid``, ``log``."""
+        return {
+            "url": self._holder.plan.base_url,
+            "address": self._address,
+            "node_id": inside.node_id(),
+            "pid": self._holder.pid,
+            "log": self._holder.log_path,
+        }
+
+    async def join(self, info: dict[str, Any], wait_s: float) -> dict[str, Any]:
+        """Add an engine that is ready, and wait until it takes requests, its pairs warm.
+
+        Returns:
+            ``misfit``: why it cannot be added; ``note``: why it may not take requests yet. Both None when it does.
+        """
+        misfit = self._roster.misfit(info)
+        if misfit is not None:
+            return {"misfit": misfit, "note": None}
+        await self.beat(info)
+        try:
+            await self._client.wait_open(info["role"], info["url"], wait_s)
+        except UNHEARD as error:
+            return {"misfit": None, "note": str(error)}
+        return {"misfit": None, "note": None}
+
+    async def beat(self, info: dict[str, Any]) -> None:
+        """An engine is there. One that the router does not know is added."""
+        self._num["beats"] += 1
+        standing, replaced = self._roster.beat(info, time.monotonic())
+        if standing == "left":
+            return
+        async with self._locks.setdefault(info["url"], asyncio.Lock()):
+            entry = self._roster.entries.get(info["url"])
+            if entry is None or entry.incarnation != info["incarnation"] or entry.is_registered:
+                return
+            try:
+                if replaced is not None:
+                    await self._client.remove(replaced.role, replaced.url, force=True)
+                await self._client.register(entry.role, entry.url)
+            except UNHEARD as error:
+                self._say(f"{info['name']} cannot be added yet, and is tried again with its next beat: {error}")
+                return
+            entry.is_registered = True
+        self._num["added"] += 1
+        self._say(f"{info['name']} at {info['url']} is added")
+
+    async def leave(self, info: dict[str, Any], drain_timeout_s: float) -> dict[str, Any]:
+        """No new requests for an engine, from the first call on; it is removed when it has none, and at the latest
+        ``drain_timeout_s`` after the first call. Answered at once: ask until it is gone.
+
+        Returns:
+            ``is_gone``: the router does not know the engine any more.
+        """
+        incarnation = info["incarnation"]
+        if self._roster.leave(info) is not None:
+            self._leaving.add(incarnation)
+            self._tasks.start(self._drain(info, drain_timeout_s), f"the drain of {info['name']}")
+        return {"is_gone": incarnation not in self._leaving}
+
+    def engines(self) -> dict[str, Any]:
+        """What is known: ``engines``, a list of what each replica said; ``counts``."""
+        return {
+            "router": self.where(),
+            "engines": [entry.info for entry in self._roster.entries.values()],
+            "counts": dict(self._num),
+        }
+
+    # --- for Serve -------------------------------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where the router is."""
+        return self.where()
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError unless the router answers."""
+        await check_holder(self._holder)
+
+    async def __del__(self) -> None:
+        """Serve awaits it once: the router drains and ends."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+        await self._tasks.stop()
+        await self._holder.stop()
+
+    # --- its own ---------------------------------------------------------------------------------------------------
+
+    async def _watch_beats(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for entry in self._roster.lost(time.monotonic()):
+                await self._remove_lost(entry)
+            for url in self._locks.keys() - self._roster.entries.keys():
+                if not self._locks[url].locked():
+                    del self._locks[url]
+
+    async def _remove_lost(self, entry: Entry) -> None:
+        self._num["lost"] += 1
+        self._say(f"{entry.info['name']} is removed: its replica is gone")
+        try:
+            await self._client.remove(entry.role, entry.url, force=True)
+        except UNHEARD as error:
+            self._say(f"it could not be removed, and stays listed as down: {error}")
+
+    async def _drain(self, info: dict[str, Any], drain_timeout_s: float) -> None:
+        began_s = time.monotonic()
+        try:
+            left = await self._client.leave(info["role"], info["url"], drain_timeout_s)
+        finally:
+            self._leaving.discard(info["incarnation"])
+        self._num["left"] += 1
+        self._say(f"{info['name']} has left after {time.monotonic() - began_s:.1f} s, {left.num_cut} requests cut")
+
+    def _on_end(self, reason: str) -> None:
+        if not self._is_stopping:
+            end_replica(reason)
+
+    def _say(self, text: str) -> None:
+        log.info("antiphon: %s", text)

@@ -1,0 +1,7 @@
+"""Fixtures that several files of this folder share."""
+
+from __future__ import annotations
+
+from tests.process.ray_cluster import ray_cluster
+
+__all__ = ["ray_cluster"]

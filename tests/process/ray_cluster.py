@@ -1,0 +1,166 @@
+"""One local Ray a test session, for the tests of the Ray Serve application: small, on loopback, without dashboard.
+
+It runs in a process of its own (``ray_host.py``), so that pytest imports no Ray. What Ray starts ends with that
+process, and that with the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.deployment import marked_pids
+from tests.router.stack import Answer, ask, quiet_ports, wait_for
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 40.0
+CALL_TIMEOUT_S = 100.0
+NUM_CPUS = 4
+HOST = Path(__file__).parent / "ray_host.py"
+
+
+class RayCallFailed(AssertionError):
+    """The host answered with an error, which is the message."""
+
+
+class RayCluster:
+    """A Ray of one node, and Serve on it."""
+
+    def __init__(self, preexec: Callable[[], None]) -> None:
+        # Not below the folder of the test, whose name is too long for the path of a socket.
+        self.folder = Path(tempfile.mkdtemp(prefix="ar-"))
+        self.http_port = quiet_ports(1)
+        self.call_timeout_s = CALL_TIMEOUT_S
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        env |= {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_worker_niceness": "0",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "HOME": str(self.folder),
+            "PYTHONPATH": str(HOST.parents[2]),
+        }
+        options = {"num_cpus": NUM_CPUS, "temp_dir": str(self.folder), "http_port": self.http_port}
+        self._log = self.folder / "host.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HOST), json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
+                preexec_fn=preexec,
+            )
+        assert self._read(START_TIMEOUT_S) == "ready"
+
+    @property
+    def log(self) -> str:
+        """What the host has written."""
+        return self._log.read_text(errors="replace")
+
+    def call(self, name: str, /, **args: Any) -> Any:
+        """Call a function of the host, or ``module:function``, with arguments of JSON.
+
+        Raises:
+            RayCallFailed: with the traceback.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"call": name, "args": args}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._read(self.call_timeout_s)
+
+    def ask(self, method: str, path: str, body: Any = None, **rest: Any) -> Answer:
+        """One request to Serve's HTTP address."""
+        return ask(self.http_port, method, path, body, **rest)
+
+    def engines(self, app: str) -> dict[str, dict[str, Any]]:
+        """What the router's replica knows of the engines, by name."""
+        return {info["name"]: info for info in self.call("engines", app=app)["engines"]}
+
+    def wait_running(self, app: str, timeout_s: float) -> None:
+        """Wait until Serve says that the application runs."""
+
+        def runs() -> bool:
+            said = self.call("application", app=app)
+            assert said["status"] != "DEPLOY_FAILED", said["message"]
+            return bool(said["status"] == "RUNNING")
+
+        wait_for(runs, f"{app} runs", timeout_s)
+
+    def delete(self, app: str) -> None:
+        """Delete an application; nothing of it may be left."""
+        self.call("delete", name=app)
+        wait_for(lambda: not marked_pids(app), f"nothing of {app} is left", 20.0)
+
+    def stop(self) -> None:
+        """End everything."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(STOP_TIMEOUT_S)
+        finally:
+            self._process.kill()
+            self._process.wait(10)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self, timeout_s: float) -> Any:
+        """The answer of the host; it is killed if there is none in time."""
+        assert self._process.stdout is not None
+        late = threading.Timer(timeout_s, self._process.kill)
+        late.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            late.cancel()
+        assert line, f"Ray's host has ended, or was killed after {timeout_s:g} s:\n{self.log[-6000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RayCallFailed(f"{answer['error']}\n{self.log[-3000:]}")
+        return answer["result"]
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(die_with_parent: Callable[[], None]) -> Iterator[RayCluster]:
+    """The one Ray of the session."""
+    cluster = RayCluster(die_with_parent)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def model_config(**deployment: Any) -> dict[str, Any]:
+    """``prefill_config`` or ``decode_config`` of the seed, with options of its deployment."""
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    return {
+        "model_loading_config": {"model_id": "m"},
+        "engine_kwargs": {"kv_transfer_config": transfer},
+        "deployment_config": deployment,
+    }
+
+
+def fixed(num: int) -> dict[str, Any]:
+    """``autoscaling_config`` of a pool that keeps its size."""
+    return {"autoscaling_config": {"min_replicas": num, "max_replicas": num}}
+
+
+def simulated(router_port: int, **router: Any) -> dict[str, Any]:
+    """The part under ``antiphon`` for engines that cost nothing."""
+    return {
+        "engine": {"kind": "simulated", "simulated": {"prefill_overhead_ms": 4, "decode_token_ms": 4}},
+        "handoff": {"lease_s": 6},
+        "router": {"port": router_port, "health_interval_s": 0.2, "health_timeout_s": 1.0, **router},
+    }

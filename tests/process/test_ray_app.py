@@ -1,0 +1,403 @@
+"""The Ray Serve application on a local Ray with simulated engines.
+
+Goal: what a client gets through Serve's address is what it gets without Ray; each thing that Ray's own P/D does wrong
+is right here; what is killed comes back, no request hangs, and nothing is left. Method: one application for the file,
+from Python; the tests that kill come after those that ask; then the seed's YAML. Times are printed, not judged, but for
+bounds.
+
+Out of scope: the size of pools (test_ray_scaling.py); real engines (tests/real/test_ray.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from antiphon.ray.listeners import app_listeners
+from tests.process.deployment import Load, marked_pids
+from tests.process.ray_cluster import RayCluster, fixed, model_config, simulated
+from tests.router.stack import Answer, RouterProcess, ask, metrics_of, quiet_ports, raw_request, sent, total, wait_for
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
+
+APP = "pd"
+SEED = Path(__file__).parents[1] / "ray" / "data" / "nixl.yaml"
+BACK_WITHIN_S = 40.0
+START_WITHIN_S = 100.0
+PROMPT = "the quick brown fox jumps over the lazy dog"
+COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}
+ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
+
+
+class App:
+    """The application, and the ways to it."""
+
+    def __init__(self, cluster: RayCluster, router_port: int) -> None:
+        self.cluster = cluster
+        self.router_port = router_port
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {"serve": self.cluster.http_port, "router": self.router_port}
+
+    def post(self, path: str, body: Any, **rest: Any) -> Answer:
+        return self.cluster.ask("POST", path, body, **rest)
+
+    def complete(self, **fields: Any) -> Answer:
+        return self.post("/v1/completions", COMPLETION | fields)
+
+    def receipt(self, answer: Answer) -> dict[str, Any]:
+        """Closed, and asked for at Serve's address."""
+        path = f"/receipts/{answer.headers['x-antiphon-receipt']}?wait_s=5"
+        found: dict[str, Any] = self.cluster.ask("GET", path).json
+        assert found["outcome"], found
+        return found
+
+    def engines(self, role: str) -> list[dict[str, Any]]:
+        return [info for info in self.cluster.engines(APP).values() if info["role"] == role]
+
+    def num_ready(self, role: str) -> int:
+        rows = ask(self.router_port, "GET", "/endpoints").json["endpoints"]
+        return sum(row["role"] == role and row["state"] == "ready" and not row["is_warming"] for row in rows)
+
+
+@pytest.fixture(scope="module")
+def app(ray_cluster: RayCluster) -> Iterator[App]:
+    """One prefill engine, two decode engines, as ``LLMConfig``s and ``serve.run`` make them."""
+    port = quiet_ports(1)
+    configs = {"prefill_config": model_config(**fixed(1)), "decode_config": model_config(**fixed(2))}
+    ray_cluster.call("run", pd_config=configs | {"antiphon": simulated(port)}, name=APP)
+    yield App(ray_cluster, port)
+    ray_cluster.delete(APP)
+    assert not [each for each in app_listeners(APP) if each.owner != "ray"]
+
+
+@pytest.fixture(scope="module")
+def plain(app: App, die_with_parent: Callable[[], None]) -> Iterator[RouterProcess]:
+    """A router that knows nothing of Ray, before the same engines."""
+    flags = [
+        part for role in ("prefill", "decode") for each in app.engines(role) for part in (f"--{role}", each["url"])
+    ]
+    router = RouterProcess.start(die_with_parent, *flags)
+    yield router
+    router.stop()
+
+
+# ---- as without Ray --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_answer_is_that_of_a_router_without_ray(app: App, plain: RouterProcess, path: str, stream: bool) -> None:
+    body = ROUTES[path] | {"stream": stream}
+    right = plain.ask("POST", path, body)
+    for way, port in app.ports.items():
+        answer = ask(port, "POST", path, body)
+        assert (answer.status, answer.text) == (200, right.text), way
+        assert answer.headers["content-type"] == right.headers["content-type"]
+        assert answer.headers["x-antiphon-path"] == "pd"
+        if stream:
+            assert answer.events[-1] == "[DONE]"
+            assert len(answer.events) == len(right.events)
+
+
+def test_a_receipt_through_serve_says_what_one_without_ray_says(app: App, plain: RouterProcess) -> None:
+    ours, theirs = app.receipt(app.complete()), plain.receipt(plain.ask("POST", "/v1/completions", COMPLETION))
+    assert set(ours) == set(theirs)
+    same = ("path", "reason", "outcome", "status", "route", "method")
+    assert {name: ours.get(name) for name in same} == {name: theirs.get(name) for name in same}
+    assert ours["path"] == "pd"
+
+
+def test_serves_address_has_the_routers_own_routes(app: App) -> None:
+    assert app.cluster.ask("GET", "/health").json == {"status": "ok"}
+    ready = app.cluster.ask("GET", "/readiness")
+    assert (ready.status, ready.json["decode"]) == (200, {"usable": 2, "total": 2})
+    before = total(metrics_of(app.cluster.http_port), "requests_total")
+    app.complete()
+    wait_for(lambda: total(metrics_of(app.cluster.http_port), "requests_total") == before + 1, "the request is counted")
+    models = app.cluster.ask("GET", "/v1/models").json
+    assert [model["id"] for model in models["data"]] == ["m"]
+
+
+def test_a_query_and_an_error_pass_unchanged(app: App) -> None:
+    for path in ("/receipts/nothing?wait_s=0", "/v1/nothing%20here?a=b%2Fc", "/receipts/x?wait_s=-1"):
+        ours, theirs = app.cluster.ask("GET", path), ask(app.router_port, "GET", path)
+        assert (ours.status, ours.body) == (theirs.status, theirs.body)
+        assert ours.error
+
+
+def test_clients_that_are_not_local_see_no_engines(app: App) -> None:
+    answer = app.cluster.ask("GET", "/status", headers={"X-Forwarded-For": "192.0.2.7"})
+    assert (answer.status, answer.error["code"]) == (403, "admin_only_on_loopback")
+
+
+# ---- what Ray's own application gets wrong ---------------------------------------------------------------------------
+
+
+def test_each_prompt_of_a_list_has_its_own_answer(app: App) -> None:
+    prompts = ["capital cities of", "one two three"]
+    alone = [app.complete(prompt=prompt).text for prompt in prompts]
+    together = app.complete(prompt=prompts).json["choices"]
+    assert [choice["text"] for choice in together] == alone
+    assert alone[0] != alone[1]
+
+
+def test_n_answers_are_whole(app: App) -> None:
+    alone = app.complete().text
+    answer = app.complete(n=2)
+    assert answer.status == 200
+    assert [choice["index"] for choice in answer.json["choices"]] == [0, 1]
+    assert answer.json["choices"][0]["text"] == alone
+
+
+def test_min_tokens_reach_the_decode_engine_alone(app: App) -> None:
+    answer = app.complete(min_tokens=8, max_tokens=16)
+    assert (answer.status, answer.headers["x-antiphon-path"]) == (200, "pd")
+    assert answer.json["usage"]["completion_tokens"] >= 8
+
+
+def test_a_client_may_not_hand_over(app: App) -> None:
+    answer = app.complete(kv_transfer_params={"do_remote_prefill": True})
+    assert answer.status == 400
+    assert "kv_transfer_params" in answer.error["message"]
+    assert not any(word in answer.body.decode() for word in ("127.0.0.1", "actor", "pid"))
+
+
+def test_an_unknown_model_is_said_in_the_shape_of_openai(app: App) -> None:
+    answer = app.complete(model="nobody")
+    assert (answer.status, answer.error["type"]) == (404, answer.error["type"])
+    assert "nobody" in answer.error["message"]
+
+
+def test_engine_ids_are_of_one_life_and_say_the_role(app: App) -> None:
+    found = app.cluster.engines(APP).values()
+    ids = [info["engine_id"] for info in found]
+    assert len(set(ids)) == 3
+    assert all(info["engine_id"] == f"{info['name']}-{info['incarnation']}" for info in found)
+    assert all(info["engine_id"].startswith(info["role"]) for info in found)
+    shown = {row["url"]: row["engine_id"] for row in ask(app.router_port, "GET", "/endpoints").json["endpoints"]}
+    assert {info["url"]: info["engine_id"] for info in found if info["role"] == "prefill"}.items() <= shown.items()
+    assert len({info["side_channel"]["port"] for info in found}) == 3
+
+
+def test_replicas_tell_serve_what_they_are(app: App) -> None:
+    asked = app.cluster.call("replicas", app=APP)
+    assert asked["decode"][0]["shape"]["model"] == "m"
+    assert {info["url"] for info in asked["decode"]} == {info["url"] for info in app.engines("decode")}
+    assert asked["router"][0]["url"] == f"http://127.0.0.1:{app.router_port}"
+
+
+def test_nothing_of_the_application_is_reached_from_other_machines(app: App) -> None:
+    found = app_listeners(APP)
+    assert {"prefill", "decode", "router", "ingress"} <= {each.name.partition("-")[0] for each in found}
+    assert [each for each in found if not each.is_loopback and each.owner != "ray"] == []
+
+
+def test_a_client_that_leaves_ends_its_request(app: App) -> None:
+    body = COMPLETION | {"max_tokens": 60_000, "stream": True}
+    with sent(app.cluster.http_port, raw_request("/v1/completions", body)) as client:
+        assert client.recv(100)
+
+    def running() -> float:
+        return sum(
+            value
+            for info in app.engines("decode")
+            for name, value in metrics_of(int(info["url"].rpartition(":")[2])).items()
+            if name.startswith("vllm:num_requests_running")
+        )
+
+    wait_for(lambda: running() == 0, "the engine has stopped", 10.0)
+
+
+# ---- what dies comes back --------------------------------------------------------------------------------------------
+
+
+def killed_and_back(app: App, role: str, victim: Callable[[dict[str, Any]], int], what: str) -> dict[str, int]:
+    """Kill a process of one engine under load: the pool is whole again. Returns how its requests ended."""
+    (first, *_), num = app.engines(role), app.num_ready(role)
+    engine_pid, names = first["pid"], set(app.cluster.engines(APP))
+    with Load(app.cluster.http_port, num_clients=4) as load:
+        load.wait_answers(4, 0.0)
+        began_s = time.monotonic()
+        os.kill(victim(first), signal.SIGKILL)
+        wait_for(
+            lambda: not Path(f"/proc/{engine_pid}/environ").exists() or not is_alive(engine_pid),
+            "its engine ends",
+            10.0,
+        )
+        gone_s = time.monotonic() - began_s
+        wait_for(
+            lambda: set(app.cluster.engines(APP)) - names and app.num_ready(role) == num,
+            f"{what} is back",
+            BACK_WITHIN_S,
+        )
+        back_s = time.monotonic() - began_s
+        load.wait_answers(8, time.monotonic())
+    counts = load.check(may_lose_connection=False)
+    print(f"{what}: its engine gone after {gone_s:.1f} s, the pool whole after {back_s:.1f} s; {dict(counts)}")
+    assert first["name"] not in app.cluster.engines(APP)
+    return dict(counts)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def replica_of(info: dict[str, Any]) -> int:
+    """The process of the replica that an engine belongs to."""
+    return int(Path(f"/proc/{info['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_engine_is_replaced(app: App) -> None:
+    counts = killed_and_back(app, "decode", lambda info: int(info["pid"]), "a decode engine")
+    assert set(counts) <= {"answer", "error", "error_event"}, "every request ended truthfully"
+
+
+def test_a_killed_replica_is_replaced_and_its_engine_ends(app: App) -> None:
+    counts = killed_and_back(app, "decode", replica_of, "a decode replica")
+    assert set(counts) <= {"answer", "error", "error_event"}, "every request ended truthfully"
+
+
+def test_without_a_prefill_engine_a_request_fails_fast_and_none_hangs(app: App) -> None:
+    (only,) = app.engines("prefill")
+    os.kill(only["pid"], signal.SIGKILL)
+    began_s = time.monotonic()
+    slowest_s, statuses = 0.0, set()
+    while app.num_ready("prefill") == 0 or time.monotonic() - began_s < 1.0:
+        asked_s = time.monotonic()
+        answer = app.complete(timeout_s=10.0)
+        slowest_s = max(slowest_s, time.monotonic() - asked_s)
+        statuses.add(answer.status)
+        assert answer.status == 200 or answer.error["code"], answer.body
+        assert time.monotonic() - began_s < BACK_WITHIN_S
+    print(f"the only prefill engine: back after {time.monotonic() - began_s:.1f} s, slowest answer {slowest_s:.2f} s")
+    assert 503 in statuses
+    assert statuses <= {200, 502, 503}
+    assert slowest_s < 5.0
+    wait_for(lambda: app.complete().status == 200, "it answers again", 5.0)
+
+
+@pytest.mark.parametrize("part", ["replica", "process"])
+def test_a_killed_router_comes_back_with_every_engine(app: App, part: str) -> None:
+    router = app.cluster.call("engines", app=APP)["router"]
+    pid = replica_of(router) if part == "replica" else router["pid"]
+    endless = raw_request("/v1/completions", COMPLETION | {"max_tokens": 60_000, "stream": True})
+    with sent(app.cluster.http_port, endless) as client:
+        assert b" 200 " in client.recv(100)
+        os.kill(pid, signal.SIGKILL)
+        began_s = time.monotonic()
+        rest = b"".join(iter(lambda: received(client), b""))
+    assert time.monotonic() - began_s < 10.0, "the stream hangs"
+    assert b"[DONE]" not in rest
+    assert not rest.endswith(b"0\r\n\r\n"), "a stream that was cut looks complete"
+    first = wait_for(lambda: app_answers(app), "Serve's address answers", BACK_WITHIN_S)
+    answered_s = time.monotonic() - began_s
+    wait_for(lambda: app.num_ready("decode") == 2 and app.num_ready("prefill") == 1, "all engines", BACK_WITHIN_S)
+    all_s = time.monotonic() - began_s
+    print(f"the router's {part}: answers after {answered_s:.1f} s, knows all engines after {all_s:.1f} s")
+    assert first.status == 200
+    assert not is_alive(router["pid"])
+    assert len(marked_pids(APP)) == 4, "one process for each engine, and the router"
+
+
+def received(client: socket.socket) -> bytes:
+    """What comes next; empty at the end, however the connection ends."""
+    try:
+        return client.recv(65536)
+    except ConnectionError:
+        return b""
+
+
+def app_answers(app: App) -> Answer | None:
+    """An answer of 200; anything else is one of those that a client may try again, and none hangs."""
+    asked_s = time.monotonic()
+    answer = app.complete(timeout_s=20.0)
+    assert time.monotonic() - asked_s < 15.0
+    assert answer.status in (200, 502, 503), answer.body
+    return answer if answer.status == 200 else None
+
+
+# ---- the seed's file -------------------------------------------------------------------------------------------------
+
+
+def test_the_seeds_first_file_runs(app: App, tmp_path: Path) -> None:
+    """With another builder and model; simulated engines and a port are all that is said beside it."""
+    port = quiet_ports(1)
+    values = yaml.safe_load(SEED.read_text())
+    (application,) = values["applications"]
+    application["import_path"] = "antiphon.ray:build_pd_openai_app"
+    application["name"], application["route_prefix"] = "seed", "/seed"
+    for config in ("prefill_config", "decode_config"):
+        application["args"][config]["model_loading_config"]["model_id"] = "m"
+    ports, runtime_dir = quiet_ports(2), tempfile.TemporaryDirectory(prefix="ar-")
+    cache = {"enabled": True, "l1_size_bytes": "32MB", "port": ports, "http_port": ports + 1}
+    cache["runtime_dir"] = runtime_dir.name  # the path of a socket is short
+    application["args"]["antiphon"] = simulated(port, prefill_fallback="local") | {"cache": cache}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(values))
+    app.cluster.delete(APP)
+    try:
+        app.cluster.call("deploy", path=str(path))
+        app.cluster.wait_running("seed", START_WITHIN_S)
+        check_seed(app.cluster, port)
+        check_cache_server(port, ports + 1)
+    finally:
+        app.cluster.delete("seed")
+        runtime_dir.cleanup()
+
+
+def check_seed(cluster: RayCluster, port: int) -> None:
+    roles = [info["role"] for info in cluster.engines("seed").values()]
+    assert (roles.count("prefill"), roles.count("decode")) == (2, 6)
+    answers = [cluster.ask("POST", f"/seed{path}", body) for path, body in ROUTES.items()]
+    assert [answer.status for answer in answers] == [200, 200]
+    assert [answer.text for answer in answers] == [ask(port, "POST", path, body).text for path, body in ROUTES.items()]
+    assert {answer.headers["x-antiphon-path"] for answer in answers} == {"pd"}
+    for info in cluster.engines("seed").values():
+        if info["role"] == "prefill":
+            os.kill(info["pid"], signal.SIGKILL)
+    local = wait_for(
+        lambda: (answer := cluster.ask("POST", "/seed/v1/completions", COMPLETION)).status == 200 and answer,
+        "decode engines compute the prompts",
+        5.0,
+    )
+    assert local.headers["x-antiphon-path"] == "local"
+    assert local.text == answers[0].text
+
+
+def check_cache_server(router_port: int, http_port: int) -> None:
+    """One for the node, whose reports the router reads; one that is killed is started again."""
+    (pid,) = cache_servers()
+    assert ask(http_port, "GET", "/readiness").status == 200
+
+    def is_followed() -> bool:
+        (server,) = ask(router_port, "GET", "/status").json["cache_servers"]
+        return bool(server["is_up"])
+
+    wait_for(is_followed, "the router reads its reports", 10.0)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: [each for each in cache_servers() if each != pid], "another cache server", 20.0)
+
+
+def cache_servers() -> list[int]:
+    found = []
+    for pid in marked_pids("seed"):
+        with contextlib.suppress(OSError):
+            if b"cache-server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
