@@ -325,6 +325,9 @@ def test_metrics_are_valid_and_count_what_happened(start: Start) -> None:
         "vllm:nixl_xfer_time_seconds_count": 0,
         "vllm:nixl_num_kv_expired_reqs_total": 0,
         "vllm:time_to_first_token_seconds_count": 1,
+        "vllm:request_queue_time_seconds_count": 1,
+        "vllm:request_prefill_time_seconds_count": 1,
+        "vllm:request_prefill_kv_computed_tokens_sum": 3,
     }
     assert {name: samples[name] for name in expected} == expected
 

@@ -17,6 +17,7 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_TOKEN_BUCKETS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _TRANSFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _BYTES_BUCKETS = tuple(float(2 ** (10 + step)) for step in range(1, 25, 2))
 
@@ -43,6 +44,8 @@ class EngineMetrics:
         self.per_token = Histogram(_PER_TOKEN_BUCKETS)
         self.whole = Histogram(_REQUEST_BUCKETS)
         self.queued = Histogram(_REQUEST_BUCKETS)
+        self.prefill = Histogram(_REQUEST_BUCKETS)
+        self.computed = Histogram(_TOKEN_BUCKETS)
         self.transfer_time = Histogram(_TRANSFER_BUCKETS)
         self.transfer_bytes = Histogram(_BYTES_BUCKETS)
         self.num_failed_notifications = 0
@@ -55,6 +58,8 @@ class EngineMetrics:
             self.queued.observe((sequence.started_ns - sequence.arrival_ns) / 1e9)
         if event.finish_reason is not None:
             self.whole.observe((event.at_ns - sequence.arrival_ns) / 1e9)
+            self.prefill.observe((sequence.first_token_ns - sequence.started_ns) / 1e9)
+            self.computed.observe(len(sequence.prompt) - sequence.num_cached_tokens - sequence.num_pulled_tokens)
             if event.position:
                 self.per_token.observe((event.at_ns - sequence.first_token_ns) / 1e9 / event.position)
 
@@ -70,6 +75,9 @@ class EngineMetrics:
         lines: list[str] = []
         for name, value in _gauges(engine):
             lines += _simple(name, "gauge", [(labels, value)])
+        reasons = [("capacity", engine.num_waiting - engine.num_pulling), ("deferred", engine.num_pulling)]
+        samples = [(f'{labels},reason="{reason}"', float(number)) for reason, number in reasons]
+        lines += _simple("vllm:num_requests_waiting_by_reason", "gauge", samples)
         for name, value in self._counters(engine):
             lines += _simple(f"{name}_total", "counter", [(labels, value)])
         for name, label, values in _labelled_counters(engine):
@@ -103,6 +111,8 @@ class EngineMetrics:
             ("vllm:request_time_per_output_token_seconds", self.per_token),
             ("vllm:e2e_request_latency_seconds", self.whole),
             ("vllm:request_queue_time_seconds", self.queued),
+            ("vllm:request_prefill_time_seconds", self.prefill),
+            ("vllm:request_prefill_kv_computed_tokens", self.computed),
             ("vllm:nixl_xfer_time_seconds", self.transfer_time),
             ("vllm:nixl_bytes_transferred", self.transfer_bytes),
         ]
