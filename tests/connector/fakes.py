@@ -149,6 +149,7 @@ class FakePending:
         self.error: AntiphonError | None = None
         self.is_abandoned = False
         self.is_read = False
+        self.onboarding: tuple[calls.Onboarding, float] | None = None
         self.done = threading.Event()
 
     @property
@@ -164,6 +165,11 @@ class FakePending:
         self.done.set()
         if self.is_abandoned:
             self._give_back()
+
+    def wait(self, timeout_s: float) -> bool:
+        """No time passes here."""
+        assert timeout_s >= 0
+        return self.is_done
 
     def result(self) -> calls.Answered:
         assert self.is_done, "the call is not done"

@@ -148,6 +148,7 @@ class Harness:
             notices=(),
             identify=identify,
             rank_slab=lambda rank: rank,
+            slabs_written_by=lambda rank: (rank,),
             check_kv_caches=lambda *_arguments: None,
         )
         monkeypatch.setattr(module, "engine_facts", lambda *_arguments: facts)

@@ -344,7 +344,7 @@ def test_only_a_load_that_nobody_could_plan_fails(
     assert len(harness.engine.pool.free) == harness.engine.pool.num_usable
 
 
-WORKER_CALLS = ("_cancel", "_load_from", "_store_on")
+WORKER_CALLS = ("_cancel", "_load", "_store_on")
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
@@ -366,7 +366,7 @@ def test_an_engine_outlives_a_worker_side_that_fails(
     assert harness.faults.records
     assert all(request.is_finished for request in requests)
     failed = {one.request_id for one in requests if one.status is Status.FINISHED_ERROR}
-    assert failed <= (promised if call == "_load_from" else set())
+    assert failed <= (promised if call == "_load" else set())
     assert len(harness.engine.pool.free) == harness.engine.pool.num_usable
     if call == "_store_on":
         return  # a store that fails costs no request anything
@@ -431,9 +431,9 @@ def test_a_worker_that_cannot_copy_holds_nothing_back(
     new_harness: NewHarness, monkeypatch: pytest.MonkeyPatch, is_026: bool
 ) -> None:
     """Scheduler and server work, the worker has refused: its engine must serve on."""
-    monkeypatch.setattr(FakeTensor.device, "type", "cuda")
+    monkeypatch.setattr(FakeTensor.device, "type", "xpu")
     harness = new_harness(EngineOptions(is_026=is_026))
-    assert harness.workers[0].out_of_service == "this version copies KV blocks on CPU engines only"
+    assert harness.workers[0].out_of_service == "the engine's KV cannot be copied: the KV blocks are on xpu"
     assert harness.server is not None
     for client in harness.clients:  # as if the scheduler had been told that all is well
         assert client.session is not None

@@ -24,6 +24,7 @@ def test_every_option_is_read() -> None:
         "antiphon.weights_revision": " r1 ",
         "antiphon.engine_name": "prefill-0",
         "antiphon.lookup_timeout_ms": 20,
+        "antiphon.onboard_max_ms": 900,
         "antiphon.load": False,
         "antiphon.store": "false",
         "antiphon.store_queue_max": 8,
@@ -31,7 +32,7 @@ def test_every_option_is_read() -> None:
     assert set(extra) == set(KNOWN)
     settings, notices = read_settings(extra)
     assert notices == ()
-    assert dataclasses.astuple(settings) == ("cache.local", 7000, 512, "r1", "prefill-0", 20, False, False, 8)
+    assert dataclasses.astuple(settings) == ("cache.local", 7000, 512, "r1", "prefill-0", 20, 900, False, False, 8)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ It does not know requests, keys or leases; who calls it makes sure that nobody w
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from antiphon.storage.arena import copy_bytes
+from antiphon.connector.copier import DONE, Copying, Mark, Part
+from antiphon.storage.arena import ArenaMapping, copy_bytes
 
 
 class KvTensor(Protocol):
@@ -82,6 +83,10 @@ class BlockCopier:
         blocks_per_chunk: blocks of one chunk.
     """
 
+    num_chunks_at_once = 1
+    """Who must wait for a store waits for one chunk."""
+    num_chunks_in_step = 0
+
     def __init__(self, layers: tuple[LayerBlocks, ...], blocks_per_chunk: int) -> None:
         self.layers = layers
         self.blocks_per_chunk = blocks_per_chunk
@@ -91,6 +96,53 @@ class BlockCopier:
     def num_blocks(self) -> int:
         """Blocks of the engine."""
         return self.layers[0].num_blocks
+
+    @property
+    def block_bytes(self) -> Sequence[int]:
+        """Bytes of a block, by layer."""
+        return [layer.block_bytes for layer in self.layers]
+
+    def can_begin_in_step(self, parts: Sequence[Part]) -> bool:
+        """The copy itself would be waited for."""
+        return False
+
+    def mark(self) -> Mark | None:
+        """A CPU engine's compute is done when it returns."""
+        return None
+
+    def begin_load(self, parts: Iterable[Part], after: Mark | None) -> Copying:
+        """Done when it returns."""
+        for part in parts:
+            self.load(part.address, part.skip_blocks, part.block_ids)
+        return DONE
+
+    def begin_store(self, parts: Iterable[Part], after: Mark | None) -> Copying:
+        """Done when it returns."""
+        for part in parts:
+            self.store(part.address, part.block_ids)
+        return DONE
+
+    def hold_compute(self) -> None:
+        """Nothing is begun that is not done."""
+
+    def arena_mapped(self, arena: ArenaMapping) -> None:
+        """Any memory will do."""
+
+    def close(self) -> None:
+        """Nothing runs in the background."""
+
+    def expected_slab(self, block_ids: Sequence[int]) -> bytes | None:
+        """The bytes are opaque."""
+        return None
+
+    def read_block(self, block_id: int) -> list[bytes]:
+        """The bytes of a block, by layer."""
+        return [read_bytes(layer.address + block_id * layer.block_bytes, layer.block_bytes) for layer in self.layers]
+
+    def write_block(self, block_id: int, content: Sequence[bytes]) -> None:
+        """Overwrites a block."""
+        for layer, data in zip(self.layers, content, strict=True):
+            write_bytes(layer.address + block_id * layer.block_bytes, data)
 
     def store(self, slab_address: int, block_ids: Sequence[int]) -> None:
         """Copies a whole chunk, ``blocks_per_chunk`` block ids, to a slab."""

@@ -7,7 +7,9 @@ which proves the copies; what a server adds is proven by the server's own probe.
 A region is read only while it is reserved or leased: at any other time another engine may be given it. Whatever happens
 on the way, the reservation is given back where it was not committed, and the lease is released.
 
-Here bytes are opaque, so the pattern is random; it cannot tell one token or head from another, and does not need to.
+The pattern is random, so that no token, head or layer is like another. Where bytes are opaque that is all; where slabs
+are head-major, what a store has written is also held against the order that the format asks for, as the engine's own
+view of its blocks tells it: engines that share chunks must mean the same by them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import os
 from dataclasses import dataclass
 
 from antiphon.client.session import Session
-from antiphon.connector.copy import BlockCopier, read_bytes, write_bytes
+from antiphon.connector.copier import Copier
+from antiphon.connector.copy import read_bytes
 from antiphon.core.errors import AntiphonError
 from antiphon.protocol import cache as calls
 from antiphon.storage.arena import ArenaOwner
@@ -39,7 +42,7 @@ class GateResult:
     detail: str
 
 
-def run_gate(copier: BlockCopier, session: Session | None, slab: int) -> GateResult:
+def run_gate(copier: Copier, session: Session | None, slab: int) -> GateResult:
     """Runs the gate for a worker that writes ``slab`` of every chunk.
 
     Args:
@@ -50,36 +53,47 @@ def run_gate(copier: BlockCopier, session: Session | None, slab: int) -> GateRes
         return GateResult(False, f"{copier.num_blocks} KV blocks are too few to prove a copy of {number}")
     source = list(range(NULL_BLOCK + 1, number + 1))
     target = list(range(number + 1, 2 * number + 1))
-    former = [_read(copier, block) for block in (*source, *target)]
+    former = [copier.read_block(block) for block in (*source, *target)]
     try:
         for block in source:
-            _write(copier, block, [os.urandom(layer.block_bytes) for layer in copier.layers])
+            copier.write_block(block, [os.urandom(num_bytes) for num_bytes in copier.block_bytes])
         way = _through_server(copier, session, slab, source, target) if session is not None else None
         way = way or _through_own_memory(copier, source, target)
         for one, other in zip(source, target, strict=True):
-            if _read(copier, one) != _read(copier, other):
+            if copier.read_block(one) != copier.read_block(other):
                 return GateResult(False, f"{way}: block {other} differs from block {one}, of which it is a copy")
+    except _WrongOrder as error:
+        return GateResult(False, str(error))
     except AntiphonError as error:
         return GateResult(False, f"it could not be run: {error}")
     finally:
         for block, content in zip((*source, *target), former, strict=True):
-            _write(copier, block, content)
-    return GateResult(True, f"{way}: {number} blocks of {len(copier.layers)} layers came back bit for bit")
+            copier.write_block(block, content)
+    return GateResult(True, f"{way}: {number} blocks of {len(copier.block_bytes)} layers came back bit for bit")
 
 
-def _through_own_memory(copier: BlockCopier, source: list[int], target: list[int]) -> str:
+class _WrongOrder(Exception):
+    """A slab is not in the order of the format."""
+
+
+def _store(copier: Copier, address: int, source: list[int]) -> None:
+    copier.store(address, source)
+    expected = copier.expected_slab(source)
+    if expected is not None and read_bytes(address, copier.slab_bytes) != expected:
+        raise _WrongOrder("a stored slab is not [kv_head][layer][token][k|v]")
+
+
+def _through_own_memory(copier: Copier, source: list[int], target: list[int]) -> str:
     owner = ArenaOwner.create(copier.slab_bytes, "gate", "gate")
     try:
-        copier.store(owner.mapping.address, source)
+        _store(copier, owner.mapping.address, source)
         copier.load(owner.mapping.address, 0, target)
     finally:
         owner.close()
     return "without a server"
 
 
-def _through_server(
-    copier: BlockCopier, session: Session, slab: int, source: list[int], target: list[int]
-) -> str | None:
+def _through_server(copier: Copier, session: Session, slab: int, source: list[int], target: list[int]) -> str | None:
     """Which way it went; None where the server could not be used: an engine starts without one too."""
     namespace = hashlib.sha256(b"antiphon.gate" + os.urandom(16)).digest()
     key = hashlib.sha256(namespace).digest()
@@ -109,30 +123,21 @@ def _through_server(
 
 
 def _through_reservation(
-    copier: BlockCopier, session: Session, slab: int, region: calls.Region, source: list[int], target: list[int]
+    copier: Copier, session: Session, slab: int, region: calls.Region, source: list[int], target: list[int]
 ) -> None:
     address = session.address_of(region) + slab * copier.slab_bytes
-    copier.store(address, source)
+    _store(copier, address, source)
     copier.load(address, 0, target)
 
 
-def _through_lease(copier: BlockCopier, session: Session, slab: int, lookup: calls.Lookup, target: list[int]) -> None:
+def _through_lease(copier: Copier, session: Session, slab: int, lookup: calls.Lookup, target: list[int]) -> None:
     found = session.call(lookup)
     assert isinstance(found, calls.Found)
     if found.lease is None:
         return  # evicted or cleared by others since; the way through the reservation stands
     try:
         for block in target:
-            _write(copier, block, [bytes(layer.block_bytes) for layer in copier.layers])
+            copier.write_block(block, [bytes(num_bytes) for num_bytes in copier.block_bytes])
         copier.load(session.address_of(found.regions[0]) + slab * copier.slab_bytes, 0, target)
     finally:
         session.call(calls.Release(TENANT, found.lease))
-
-
-def _read(copier: BlockCopier, block: int) -> list[bytes]:
-    return [read_bytes(layer.address + block * layer.block_bytes, layer.block_bytes) for layer in copier.layers]
-
-
-def _write(copier: BlockCopier, block: int, content: list[bytes]) -> None:
-    for layer, data in zip(copier.layers, content, strict=True):
-        write_bytes(layer.address + block * layer.block_bytes, data)

@@ -129,18 +129,18 @@ class EngineFacts:
         return self.kv.num_ranks
 
     def rank_slab(self, rank: int) -> int:
-        """The slab of a rank whose bytes are opaque: its whole blocks."""
-        assert self.kv.isa is not None, "head-major ranks have a slab for each head"
-        return rank % self.kv.num_ranks
+        """Place of a rank's part in a chunk, in parts of its size: the slabs of its heads, or its whole blocks."""
+        own = self.slabs_of(rank)
+        return own.start // len(own)
 
     def slabs_of(self, rank: int) -> range:
         """The slabs that a rank reads."""
-        return slabs_of_rank(self.layout.num_slabs, rank, self.kv.num_ranks)
+        return slabs_of_rank(self.layout.num_slabs, rank % self.kv.num_ranks, self.kv.num_ranks)
 
     def slabs_written_by(self, rank: int) -> tuple[int, ...]:
         """The slabs that a rank writes: its own, unless an earlier rank holds the same head."""
         own = self.slabs_of(rank)
-        is_repeated = rank > 0 and self.slabs_of(rank - 1) == own
+        is_repeated = rank % self.kv.num_ranks > 0 and self.slabs_of(rank - 1) == own
         return () if is_repeated else tuple(own)
 
     def check_kv_caches(self, config: VllmConfig, kv_caches: Mapping[str, Any], num_blocks: int) -> str | None:

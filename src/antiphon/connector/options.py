@@ -34,6 +34,7 @@ class SchedulerOptions:
         can_store: whether chunks are offered to the server.
         can_load: whether they are asked for.
         store_jobs_max: stores that may run; further chunks are offered in later steps.
+        onboard_max_s: longest wait of a lookup for chunks of the server's tiers; 0: what is in its memory counts.
     """
 
     engine: str
@@ -46,3 +47,4 @@ class SchedulerOptions:
     can_store: bool
     can_load: bool
     store_jobs_max: int
+    onboard_max_s: float = 0.0

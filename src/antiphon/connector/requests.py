@@ -55,6 +55,7 @@ class Promise:
         found_s: when it was asked for, in seconds of the monotonic clock.
         is_capped: more was readable, and held back.
         held_at_s: when its session was last seen open, in seconds of the monotonic clock: the lease was held then.
+        l2_chunks: which of the regions came from a tier for this lookup.
     """
 
     session: Session | None
@@ -64,6 +65,12 @@ class Promise:
     found_s: float
     is_capped: bool = False
     held_at_s: float = 0.0
+    l2_chunks: frozenset[int] = frozenset()
+
+    def num_l2_tokens(self, start: int, end: int, chunk_size_tokens: int) -> int:
+        """Tokens from ``start`` to ``end`` that lie in chunks from a tier."""
+        places = ((chunk * chunk_size_tokens, (chunk + 1) * chunk_size_tokens) for chunk in self.l2_chunks)
+        return sum(max(0, min(end, last) - max(start, first)) for first, last in places)
 
 
 @dataclass(slots=True)
@@ -83,14 +90,25 @@ class Sources:
     computed: int = 0
     num_preemptions: int = 0
     num_known: int = 0
+    l2: int = 0
 
-    def step(self, num_computed: int, num_scheduled: int, *, local_tokens: int, is_from_l1: bool, prompt: int) -> None:
+    def step(
+        self,
+        num_computed: int,
+        num_scheduled: int,
+        *,
+        local_tokens: int,
+        is_from_l1: bool,
+        prompt: int,
+        l2_tokens: int = 0,
+    ) -> None:
         """A step computes ``num_scheduled`` tokens from token ``num_computed`` on.
 
         Args:
             local_tokens: the engine's own hit at the last admission.
             is_from_l1: whether what was loaded at the last admission came from the cache server.
             prompt: tokens of the prompt; later ones have no source.
+            l2_tokens: of those loaded at the last admission, how many came from a tier behind the server.
         """
         there, end = min(num_computed, prompt), min(num_computed + num_scheduled, prompt)
         if there > self.num_known:
@@ -98,7 +116,9 @@ class Sources:
             loaded = there - self.num_known - device
             self.device += device
             if is_from_l1:
-                self.l1 += loaded
+                from_l2 = min(loaded, l2_tokens)
+                self.l2 += from_l2
+                self.l1 += loaded - from_l2
             else:
                 self.remote_prefill += loaded
             self.num_known = there
@@ -109,7 +129,7 @@ class Sources:
     @property
     def total(self) -> int:
         """Tokens with a source."""
-        return self.device + self.l1 + self.remote_prefill + self.computed
+        return self.device + self.l1 + self.l2 + self.remote_prefill + self.computed
 
 
 @dataclass(slots=True)
@@ -128,6 +148,7 @@ class TrackedRequest:
         loading: blocks being filled from the arena.
         no_load: a load of this request has failed: it is computed.
         jobs: stores that have not ended.
+        l2_tokens: tokens of what was loaded at the last admission that came from a tier.
         is_asked: the scheduler has asked for it since it came.
         no_room_since_s: when the scheduler asked for it first while too many others held promises.
         is_finished: vLLM is done with it; kept while a load or store runs.
@@ -144,6 +165,7 @@ class TrackedRequest:
     loading: frozenset[int] = frozenset()
     no_load: bool = False
     is_from_l1: bool = False
+    l2_tokens: int = 0
     jobs: set[int] = field(default_factory=set)
     sources: Sources = field(default_factory=Sources)
     is_asked: bool = False

@@ -1,7 +1,8 @@
 """The scheduler side of the connector: what to ask, what to promise, what to load and store, what to report.
 
-It runs inside the engine's scheduling loop, so that it never waits: a lookup is sent when a request comes, and an
-answer is used when the scheduler asks. It imports no vLLM; ``vllm_connector`` calls it from vLLM's hooks.
+It runs inside the engine's scheduling loop: a lookup is sent when a request comes, and an answer is used when the
+scheduler asks. It waits for none but ``LOOKUP_WAIT_S`` once, as a request without its answer loses a whole step. It
+imports no vLLM; ``vllm_connector`` calls it from vLLM's hooks.
 
 Always true:
 
@@ -29,6 +30,7 @@ from typing import Literal
 
 from antiphon.connector.compat import RequestFields, is_remote_prefill
 from antiphon.connector.gate_watch import GateWatch
+from antiphon.connector.onboarding import PrefillRate, is_late
 from antiphon.connector.options import SchedulerOptions, SessionSource
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.requests import LookupCall, Pins, Promise, RequestIdentity, TrackedRequest
@@ -39,6 +41,9 @@ from antiphon.protocol import cache as calls
 
 log = logging.getLogger("antiphon.connector")
 
+LOOKUP_WAIT_S = 0.001
+"""How long after a lookup was sent its answer is waited for. It takes a tenth to a half of that from a server that is
+well; a step, which is lost without it, takes a millisecond or two when the engine idles and ten when it is busy."""
 LOOKUP_FRESH_S = 1.0
 """A miss or a capped answer older than this when the scheduler asks is looked up once more: the request has queued."""
 
@@ -70,6 +75,7 @@ class SchedulerSide:
         self._plan = StepPlan()
         self._gate = GateWatch(options.num_ranks, options.lookup_timeout_s, now_s)
         self._pins = Pins()
+        self._rate = PrefillRate()
         self._quiet = QuietLog(log, now_s)
         self._sick: str | None = None  # why a worker is out of service
 
@@ -93,9 +99,10 @@ class SchedulerSide:
         # done when the preemption is told of, since that can be after the request has new blocks.
         tracked.local_tokens = num_computed_tokens
         tracked.is_from_l1 = False
+        tracked.l2_tokens = 0
         tracked.num_stored_chunks = 0
-        if not self._may_load(tracked):
-            return 0, False
+        if not self._may_load(tracked) or num_computed_tokens >= self._loadable_tokens(request):
+            return 0, False  # what was found is given back when the request has its blocks
         tracked.is_asked = True
         promise = self._promise_of(tracked)
         self._pins.note(tracked)
@@ -141,6 +148,7 @@ class SchedulerSide:
         tracked.loading = frozenset(to_fill)
         self._pins.note(tracked)
         tracked.is_from_l1 = True
+        tracked.l2_tokens = promise.num_l2_tokens(start, end, size)
         tracked.num_stored_chunks = max(tracked.num_stored_chunks, last)
         return load
 
@@ -154,6 +162,7 @@ class SchedulerSide:
             num_computed: tokens computed before this step.
             num_scheduled: tokens that this step computes.
         """
+        self._rate.scheduled(num_scheduled)
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
@@ -164,6 +173,7 @@ class SchedulerSide:
             num_scheduled,
             local_tokens=tracked.local_tokens,
             is_from_l1=tracked.is_from_l1,
+            l2_tokens=tracked.l2_tokens,
             prompt=tracked.request.num_prompt_tokens,
         )
         self._plan_stores(tracked, num_computed + num_scheduled)
@@ -190,6 +200,7 @@ class SchedulerSide:
         session = self._client.session
         plan.incarnation = session.incarnation if session is not None else None
         plan.made_at_s = self._now_s()
+        self._rate.step(plan.made_at_s)
         return plan
 
     def finished(self, request: RequestFields, is_aborted: bool) -> bool:
@@ -271,6 +282,11 @@ class SchedulerSide:
             self._requests[request.request_id] = tracked
         return tracked
 
+    def _loadable_tokens(self, request: RequestFields) -> int:
+        """Tokens of whole chunks: no answer can promise more."""
+        size = self._options.chunk_size_tokens
+        return request.num_tokens // size * size
+
     def _identity_of(self, request: RequestFields) -> RequestIdentity | str:
         try:
             return self._identify(request)
@@ -298,9 +314,9 @@ class SchedulerSide:
         num_keys = tracked.extend_chain(tracked.request.num_tokens)
         assert tracked.chain is not None and tracked.identity is not None
         identity = tracked.identity
-        body = calls.Lookup(
-            tracked.request.request_id, identity.namespace, identity.tenant, b"".join(tracked.chain.keys[:num_keys])
-        )
+        keys = b"".join(tracked.chain.keys[:num_keys])
+        names = (tracked.request.request_id, identity.namespace, identity.tenant)
+        body = calls.Lookup(*names, keys, self._options.onboard_max_s, self._rate.tokens_per_s)
         tracked.lookup = LookupCall(session, session.submit(body), self._now_s())
 
     def _promise_of(self, tracked: TrackedRequest) -> Promise | None:
@@ -367,9 +383,9 @@ class SchedulerSide:
 
     def _answer(self, tracked: TrackedRequest, lookup: LookupCall) -> Promise | None:
         now_s = self._now_s()
-        if not lookup.pending.is_done:
-            is_late = now_s - lookup.sent_s >= self._options.lookup_timeout_s
-            if lookup.session.is_open and lookup.session.is_responsive and not is_late:
+        if not lookup.pending.is_done and not lookup.pending.wait(max(0.0, lookup.sent_s + LOOKUP_WAIT_S - now_s)):
+            is_overdue = is_late(lookup, now_s, self._options.lookup_timeout_s)
+            if lookup.session.is_open and lookup.session.is_responsive and not is_overdue:
                 return None
             lookup.pending.abandon()
             return self._miss()
@@ -380,7 +396,10 @@ class SchedulerSide:
             return self._miss()
         assert isinstance(found, calls.Found)
         is_capped = found.num_chunks_capped > 0
-        return Promise(lookup.session, found.lease, found.regions, found.num_tokens, lookup.sent_s, is_capped)
+        asked_s = lookup.sent_s if lookup.pending.onboarding is None else now_s
+        l2_chunks = frozenset(place for _, places in found.fetched for place in places)
+        promise = Promise(lookup.session, found.lease, found.regions, found.num_tokens, asked_s, is_capped)
+        return replace(promise, l2_chunks=l2_chunks) if l2_chunks else promise
 
     def _drop_lookup(self, tracked: TrackedRequest) -> None:
         """The answer is not wanted. One that is here is given back like a promise, since its session may have ended."""
@@ -469,5 +488,6 @@ class SchedulerSide:
                 num_preemptions=sources.num_preemptions,
                 finish="aborted" if has_ended_early else "finished",
                 namespace=b"" if tracked.identity is None else tracked.identity.namespace,
+                l2=sources.l2,
             )
         )

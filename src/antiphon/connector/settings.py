@@ -22,6 +22,7 @@ FOREIGN = "lmcache"
 ALIASES = {"lmcache.mp.host": "antiphon.host", "lmcache.mp.port": "antiphon.port"}
 PORT_MAX = 65535
 LOOKUP_TIMEOUT_MAX_MS = 10_000
+ONBOARD_MAX_MS = 600_000
 """A request that waits longer for an answer has lost more than most hits are worth."""
 STORE_QUEUE_MAX = 65_536
 CHUNK_SIZE_MAX_TOKENS = 1 << 16
@@ -38,6 +39,8 @@ class ConnectorSettings:
         weights_revision: ``antiphon.weights_revision``, what stands for the weights instead of their digest.
         engine_name: ``antiphon.engine_name``, for people; None: the name that vLLM has.
         lookup_timeout_ms: ``antiphon.lookup_timeout_ms``, how long a request waits for the answer to its lookup.
+        onboard_max_ms: ``antiphon.onboard_max_ms``, how long a request waits at most for chunks of the server's
+            tiers; the server has a limit of its own (``--onboard-max-s``), so that this one need not be given.
         can_load: ``antiphon.load``.
         can_store: ``antiphon.store``.
         store_queue_max: ``antiphon.store_queue_max``, stores that may run at a time; further chunks are offered later.
@@ -49,6 +52,7 @@ class ConnectorSettings:
     weights_revision: str | None = None
     engine_name: str | None = None
     lookup_timeout_ms: int = 50
+    onboard_max_ms: int = ONBOARD_MAX_MS
     can_load: bool = True
     can_store: bool = True
     store_queue_max: int = 64
@@ -61,6 +65,7 @@ KNOWN = (
     "antiphon.host",
     "antiphon.load",
     "antiphon.lookup_timeout_ms",
+    "antiphon.onboard_max_ms",
     "antiphon.port",
     "antiphon.store",
     "antiphon.store_queue_max",
@@ -101,6 +106,7 @@ def read_settings(extra: Mapping[str, object]) -> tuple[ConnectorSettings, tuple
         weights_revision=_text(own, "antiphon.weights_revision"),
         engine_name=_text(own, "antiphon.engine_name"),
         lookup_timeout_ms=_number(own, "antiphon.lookup_timeout_ms", DEFAULTS.lookup_timeout_ms, LOOKUP_TIMEOUT_MAX_MS),
+        onboard_max_ms=_number(own, "antiphon.onboard_max_ms", DEFAULTS.onboard_max_ms, ONBOARD_MAX_MS),
         can_load=_flag(own, "antiphon.load"),
         can_store=_flag(own, "antiphon.store"),
         store_queue_max=_number(own, "antiphon.store_queue_max", DEFAULTS.store_queue_max, STORE_QUEUE_MAX),

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from antiphon.client.client import CacheClient
 from antiphon.client.options import ClientOptions
 from antiphon.connector import compat
+from antiphon.connector.copier import Copier
 from antiphon.connector.copy import BlockCopier, layer_blocks
 from antiphon.connector.gate import GateResult, run_gate
 from antiphon.connector.guarding import guarded
@@ -42,7 +43,7 @@ from antiphon.connector.plan import LoadPlan, StepPlan, WorkerNews
 from antiphon.connector.scheduler import SchedulerSide
 from antiphon.connector.settings import ConnectorSettings, read_settings
 from antiphon.connector.worker import NoReuse, WorkerSide
-from antiphon.core.errors import AntiphonError
+from antiphon.core.errors import AntiphonError, LayoutMismatch
 
 log = logging.getLogger("antiphon.connector")
 
@@ -139,6 +140,7 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
             can_store=settings.can_store,
             can_load=settings.can_load,
             store_jobs_max=settings.store_queue_max,
+            onboard_max_s=settings.onboard_max_ms / 1000,
         )
         self._scheduler = SchedulerSide(options, client, facts.identify)
         client.start()
@@ -280,26 +282,45 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         facts = self._facts
         if facts is None:
             return
-        if any(tensor.device.type != "cpu" for tensor in kv_caches.values()):
-            self.out_of_service = "this version copies KV blocks on CPU engines only"
-            return
         difference = facts.check_kv_caches(self._config, kv_caches, self._num_blocks)
         if difference is not None:
             self.out_of_service = difference
             return
-        copier = BlockCopier(
-            layer_blocks([kv_caches[name] for name in facts.kv.layer_names]),
-            facts.chunk_size_tokens // facts.block_size_tokens,
-        )
-        assert copier.slab_bytes == facts.layout.slab_bytes, (copier.slab_bytes, facts.layout)
-        slab = facts.rank_slab(self._config.parallel_config.rank)
-        client = self._new_client(facts, f"worker-{slab}", (slab,), needs_arena=True)
+        try:
+            copier = self._new_copier(facts, kv_caches)
+        except AntiphonError as error:
+            self.out_of_service = f"the engine's KV cannot be copied: {error}"
+            return
+        rank = self._config.parallel_config.rank
+        slab, slabs = facts.rank_slab(rank), facts.slabs_written_by(rank)
+        client = self._new_client(facts, f"worker-{rank % facts.num_ranks}", slabs, needs_arena=True)
         client.start()
         client.wait_connected(SERVER_WAIT_S)
-        result = run_gate(copier, client.session, slab)
-        self._worker = WorkerSide(client, copier, slab)
+        session = client.session
+        if session is not None and session.arena is not None:
+            copier.arena_mapped(session.arena)
+        result = run_gate(copier, session, slab)
+        self._worker = WorkerSide(client, copier, slab, slabs=slabs)
         self._worker.start("passed" if result.has_passed else "failed", result.detail)
         self._announce(result, client)
+
+    def _new_copier(self, facts: EngineFacts, kv_caches: dict[str, Any]) -> Copier:
+        """Raises LayoutMismatch where the tensors are not understood."""
+        tensors = [kv_caches[name] for name in facts.kv.layer_names]
+        blocks_per_chunk = facts.chunk_size_tokens // facts.block_size_tokens
+        kinds = {tensor.device.type for tensor in tensors}
+        copier: Copier
+        if kinds == {"cpu"}:
+            copier = BlockCopier(layer_blocks(tensors), blocks_per_chunk)
+        elif kinds == {"cuda"}:
+            from antiphon.connector.cuda_device import cuda_copier  # torch.cuda is of no use to the others
+
+            copier = cuda_copier(tensors, self._num_blocks, blocks_per_chunk)
+        else:
+            raise LayoutMismatch(f"the KV blocks are on {', '.join(sorted(kinds))}")
+        num_parts = max(1, facts.layout.num_slabs // facts.num_ranks)
+        assert copier.slab_bytes == num_parts * facts.layout.slab_bytes, (copier.slab_bytes, facts.layout)
+        return copier
 
     def _announce(self, result: GateResult, client: CacheClient) -> None:
         self._has_passed = result.has_passed

@@ -1,6 +1,7 @@
 """The worker side of the connector: copies between the engine's blocks and the arena, on threads of their own.
 
-One thread loads and one stores, so that neither waits for the other and no step waits for either. vLLM's step comes in
+One thread loads and one stores, so that neither waits for the other and no step waits for either; a short load whose
+copies only have to be launched is begun by the step itself. vLLM's step comes in
 four parts: ``begin_step`` before any block is overwritten, ``start_loads``, ``start_stores`` after the forward, and the
 ``take_…`` calls. It imports no vLLM.
 
@@ -24,12 +25,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from antiphon.client.client import CacheClient
 from antiphon.client.session import Session
-from antiphon.connector.copy import BlockCopier
+from antiphon.connector.copier import Copier, Copying, Mark, Part
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.sessions import Sessions
 from antiphon.core.errors import AntiphonError
@@ -49,11 +50,32 @@ NOTE_MAX = 500
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """A store that was begun. ``copying`` is held during each copy, so that who cancels can wait for its end."""
+    """A store that was begun. ``copying`` is held while copies are begun, so that who cancels can wait for that.
+
+    Args:
+        after: where compute has filled the blocks.
+    """
 
     plan: StorePlan
+    after: Mark | None = None
     copying: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
+    num_written: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """A load that was asked for, and from when its copies are begun what they need.
+
+    Args:
+        after: where compute has left the blocks.
+        session: held until the copies have ended.
+    """
+
+    plan: LoadPlan
+    after: Mark | None = None
+    session: Session | None = None
+    copying: Copying | None = None
 
 
 class NoReuse:
@@ -102,22 +124,30 @@ class WorkerSide:
     Args:
         client: the connection to the cache server; its ``on_change`` must call ``session_changed``.
         copier: of this rank's blocks.
-        slab: the slab of every chunk that this rank writes and reads.
+        slab: place of this rank's part in every chunk, in parts of its size.
+        slabs: the slabs of that part that this rank writes, all or none; None: its part is one slab, and it does.
     """
 
     def __init__(
-        self, client: CacheClient, copier: BlockCopier, slab: int, now_s: Callable[[], float] = time.monotonic
+        self,
+        client: CacheClient,
+        copier: Copier,
+        slab: int,
+        now_s: Callable[[], float] = time.monotonic,
+        *,
+        slabs: tuple[int, ...] | None = None,
     ) -> None:
         self._client = client
         self._copier = copier
         self._slab_offset = slab * copier.slab_bytes
+        self._slabs = (slab,) if slabs is None else slabs
         self._sessions = Sessions(now_s)
         self._quiet = QuietLog(log, now_s)
         self._note: calls.EngineNote | None = None
         self._failure: str | None = None
         self._lock = threading.Lock()
-        self._loads: queue.SimpleQueue[LoadPlan | None] = queue.SimpleQueue()
-        self._loading: list[LoadPlan] = []
+        self._loads: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
+        self._loading: list[LoadJob] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._stores: queue.SimpleQueue[StoreJob | None] = queue.SimpleQueue()
@@ -148,6 +178,8 @@ class WorkerSide:
         if session is None:
             return
         self._sessions.seen(session)
+        if session.arena is not None:
+            self._copier.arena_mapped(session.arena)
         if self._note is not None:
             session.submit(self._note)
 
@@ -173,6 +205,13 @@ class WorkerSide:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(STOP_TIMEOUT_S)
+        with self._lock:
+            begun = [job for job in self._loading if job.copying is not None]
+        for job in begun:
+            assert job.copying is not None
+            job.copying.wait()
+            self._end_load(job, is_loaded=True)
+        self._copier.close()
         self._sessions.close()
 
     # ---- a step ----------------------------------------------------------------------------------------------------
@@ -194,23 +233,46 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """The loads of this step; none of their blocks is touched by the step's own compute."""
+        after = self._copier.mark() if plan.loads else None
         for load in plan.loads:
+            job = LoadJob(load, after)
             with self._lock:
-                self._loading.append(load)
-            self._loads.put(load)
+                is_first = all(other.copying is not None for other in self._loading)
+                self._loading.append(job)
+            if not (is_first and self._begin_in_step(job)):
+                self._loads.put(job)
         # Not before: these loads may need a session that none of a later plan does.
         self._promised, self._planned_s = plan.incarnation, plan.made_at_s
 
+    def _begin_in_step(self, job: LoadJob) -> bool:
+        """Begins a short load that waits for nothing. Returns whether it did. The load thread has none to begin."""
+        if len(job.plan.regions) > self._copier.num_chunks_in_step:
+            return False
+        session = self._sessions.borrow(job.plan.incarnation, job.plan.promised_at_s)
+        if session is None:
+            return False
+        try:
+            if not self._copier.can_begin_in_step(list(self._parts_of(session, job.plan))):
+                return False
+        except AntiphonError:
+            return False  # the load thread says why
+        finally:
+            session.unhold()
+        self._run_load(job)
+        return True
+
     def start_stores(self, plan: StepPlan) -> None:
         """The stores of this step, whose chunks the forward has completed."""
+        after = self._copier.mark() if plan.stores else None
         for store in plan.stores:
-            job = StoreJob(store)
+            job = StoreJob(store, after)
             with self._lock:
                 self._jobs.setdefault(store.request, []).append(job)
             self._stores.put(job)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose stores have all ended, of those awaited; and requests whose loads have ended."""
+        """Requests whose stores have all ended, of those awaited; and requests whose loads have ended. Never waits."""
+        self._end_loads()
         with self._lock:
             sent = {request for request in self._awaited if request not in self._jobs}
             self._awaited -= sent
@@ -245,47 +307,76 @@ class WorkerSide:
             self._run_load(load)
             self._let_go()
 
-    def _run_load(self, load: LoadPlan) -> None:
-        is_loaded = False
+    def _run_load(self, job: LoadJob) -> None:
+        is_begun = False
         try:
-            is_loaded = self._load(load)
+            is_begun = self._load(job)
         except AntiphonError as error:
             message = f"chunks of a request were not loaded, and are computed: {error}"
             self._quiet.warning(f"load: {type(error).__name__}", message)
         except Exception as error:  # supervised: a load is reported whatever happens, or its request waits for ever
-            self._quiet.error("load", "a load failed", error)
-            self.fail(f"a load failed: {error!r}")
+            self._load_failed(error)
+        if not is_begun:
+            self._end_load(job, is_loaded=False)
+        elif job.copying is not None and job.copying.is_done:
+            self._end_load(job, is_loaded=True)
+
+    def _load_failed(self, error: Exception) -> None:
+        self._quiet.error("load", "a load failed", error)
+        self.fail(f"a load failed: {error!r}")
+
+    def _end_loads(self) -> None:
+        """Reports the loads whose copies have ended since."""
+        if not self._loading:
+            return
         with self._lock:
-            self._loading.remove(load)
+            begun = [job for job in self._loading if job.copying is not None]
+        for job in begun:
+            assert job.copying is not None
+            try:
+                if job.copying.is_done:
+                    self._end_load(job, is_loaded=True)
+            except Exception as error:  # supervised: as in ``_run_load``
+                self._load_failed(error)
+                self._end_load(job, is_loaded=False)
+
+    def _end_load(self, job: LoadJob, *, is_loaded: bool) -> None:
+        with self._lock:
+            if job not in self._loading:
+                return  # the other thread was first
+            self._loading.remove(job)
+            session, job.session = job.session, None
             if not is_loaded:
-                self._failed_blocks.update(load.block_ids)
-            self._received.add(load.request)
+                self._failed_blocks.update(job.plan.block_ids)
+            self._received.add(job.plan.request)
+        if session is not None:
+            session.unhold()
 
     def _let_go(self) -> None:
         # What is known of plans is read first: their loads are then among those that are queued.
         promised, planned_s, is_idle = self._promised, self._planned_s, not self._is_in_step
         with self._lock:
-            in_use = {load.incarnation for load in self._loading}
+            in_use = {job.plan.incarnation for job in self._loading}
         self._sessions.let_go(promised, planned_s, in_use, is_idle)
 
-    def _load(self, load: LoadPlan) -> bool:
+    def _load(self, job: LoadJob) -> bool:
+        """Begins the copies of a load. Returns False where the arena cannot be used."""
+        load = job.plan
         session = self._sessions.borrow(load.incarnation, load.promised_at_s)
         if session is None:
             message = f"no connection to cache server life {load.incarnation} lasts since chunks on it were promised"
             self._quiet.warning("no session", f"{message}: they are computed")
             return False
-        try:
-            self._load_from(session, load)
-        finally:
-            session.unhold()
+        job.session = session
+        job.copying = self._copier.begin_load(self._parts_of(session, load), job.after)
         return True
 
-    def _load_from(self, session: Session, load: LoadPlan) -> None:
+    def _parts_of(self, session: Session, load: LoadPlan) -> Iterator[Part]:
         number = self._copier.blocks_per_chunk
         skip, block_ids = load.skip_blocks, load.block_ids
         for region in load.regions:
             take = min(number - skip, len(block_ids))
-            self._copier.load(session.address_of(region) + self._slab_offset, skip, block_ids[:take])
+            yield Part(session.address_of(region) + self._slab_offset, tuple(block_ids[:take]), skip)
             skip, block_ids = 0, block_ids[take:]
         assert not block_ids, "more blocks than regions"
 
@@ -312,7 +403,7 @@ class WorkerSide:
 
     def _store(self, job: StoreJob) -> None:
         session = self._client.session
-        if self._failure is not None:
+        if self._failure is not None or not self._slabs:
             return
         # A server that does not answer now is not waited for: blocks are held back meanwhile.
         if session is None or job.is_cancelled or not session.is_responsive or not session.hold():
@@ -326,32 +417,51 @@ class WorkerSide:
         plan = job.plan
         reserved = session.call(calls.Reserve(plan.namespace, plan.tenant, plan.parent, b"".join(plan.keys)))
         assert isinstance(reserved, calls.Reserved)
-        number = self._copier.blocks_per_chunk
         granted = [grant.region for grant in reserved.grants]
-        num_written = 0
         try:
-            for grant in reserved.grants:
-                with job.copying:
-                    if job.is_cancelled:
-                        break
-                    blocks = plan.block_ids[grant.index * number : (grant.index + 1) * number]
-                    self._copier.store(session.address_of(grant.region) + self._slab_offset, blocks)
-                num_written += 1
+            self._copy_out(session, job, reserved.grants)
         finally:
-            if self._failure is not None:
-                num_written = 0
+            num_written = 0 if self._failure is not None else job.num_written
             # Given back also where a copy failed, with what was written before it committed all the same.
             if num_written < len(granted):
                 session.submit(calls.Abort(tuple(granted[num_written:])))
             if num_written:
                 session.call(calls.Commit(tuple(granted[:num_written])))
 
+    def _copy_out(self, session: Session, job: StoreJob, grants: tuple[calls.Grant, ...]) -> None:
+        """Copies chunks until all are out or the job is cancelled; ``job.num_written`` says how many are."""
+        at_once = self._copier.num_chunks_at_once
+        begun: list[tuple[int, Copying]] = []
+        try:
+            for first in range(0, len(grants), at_once):
+                with job.copying:
+                    if job.is_cancelled:
+                        break
+                    batch = grants[first : first + at_once]
+                    begun.append(
+                        (len(batch), self._copier.begin_store(self._parts_out(session, job, batch), job.after))
+                    )
+        finally:
+            for num_chunks, copying in begun:
+                copying.wait()
+                job.num_written += num_chunks
+
+    def _parts_out(self, session: Session, job: StoreJob, grants: tuple[calls.Grant, ...]) -> Iterator[Part]:
+        number, blocks = self._copier.blocks_per_chunk, job.plan.block_ids
+        for grant in grants:
+            address = session.address_of(grant.region) + self._slab_offset
+            # Other writers may have stored some of its slabs: those may be read by now.
+            some = None if grant.slabs == self._slabs else tuple(slab - self._slabs[0] for slab in grant.slabs)
+            yield Part(address, tuple(blocks[grant.index * number : (grant.index + 1) * number]), 0, some)
+
     def _cancel(self, concerns: Callable[[str], bool]) -> None:
-        """Ends stores of the requests concerned; returns when none of them reads a block any more."""
+        """Ends stores of the requests concerned: compute that is launched from here on may overwrite their blocks."""
         with self._lock:
             jobs = [job for request, jobs in self._jobs.items() if concerns(request) for job in jobs]
-        for job in jobs:  # all before the first wait, so that at most the copy of one chunk is waited for
+        for job in jobs:  # all before the first wait, so that at most one ``begin_store`` is waited for
             job.is_cancelled = True
         for job in jobs:
             with job.copying:
                 pass
+        if jobs:
+            self._copier.hold_compute()

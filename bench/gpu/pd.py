@@ -1,0 +1,109 @@
+"""Point 1, second part: prefill and decode over NIXL with reuse on both sides, ``MultiConnector`` in both roles.
+
+On two GPUs one engine each; on one GPU both share it, and NIXL takes seconds for a transfer. NIXL makes both use the
+HND layout. Each prompt is computed on D alone, handed over from a P that computes it, from a P that takes it from L1,
+and served by a D that takes from L1 what P stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import (
+    LIVELY,
+    Failed,
+    Process,
+    Report,
+    Stack,
+    antiphon,
+    ask,
+    external_hits,
+    machine,
+    num_chunks,
+    prompt,
+    reset,
+    wait_stored,
+)
+
+CACHE_PORT, P_PORT, D_PORT = 16_900, 18_900, 18_901
+KV_TOKENS = 100_000
+LENGTHS = (2_064, 8_208, 32_784)
+PROMPTS = 3
+NEW_TOKENS = 16
+CHUNK = 256
+TO_P = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
+
+def run(stack: Stack, report: Report) -> None:
+    """All of it."""
+    cache = stack.cache_server(CACHE_PORT, 40)
+    stack.wait_ready([cache], "/status")
+    num_gpus = len(machine()["gpus"].splitlines())
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.4")
+    engines = []
+    for number, (name, port, role) in enumerate((("P", P_PORT, "kv_producer"), ("D", D_PORT, "kv_consumer"))):
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1_000)}
+        if num_gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number)
+        engines.append(stack.engine(name, port, both(role), *args, *LIVELY, **environment))
+    stack.wait_ready(engines)
+    for engine in engines:
+        if "KV reuse is on" not in engine.log.read_text(errors="replace"):
+            raise Failed(f"the gate has not passed, see {engine.log}")
+    for length in LENGTHS:
+        found = [visit(cache, prompt(length, seed), f"{length}-{seed}") for seed in range(PROMPTS)]
+        for kind in found[0]:
+            number = sum(one[kind] for one in found)
+            is_met = None if kind.startswith("told only") else number == PROMPTS
+            report.note(f"{length}: {kind}", [number, PROMPTS], f"{number} of {PROMPTS}", is_met=is_met)
+        for engine in engines:
+            engine.check()
+
+
+def both(role: str) -> dict[str, Any]:
+    """NIXL first, ours beside it."""
+    ours = antiphon(CACHE_PORT)
+    del ours["kv_load_failure_policy"]
+    children = [{"kv_connector": "NixlConnector", "kv_role": role}, ours]
+    return {
+        "kv_connector": "MultiConnector", "kv_role": role, "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }  # fmt: skip
+
+
+def handed_over(ids: list[int], salt: str) -> list[int]:
+    """The tokens of D, with KV from P."""
+    params = ask(P_PORT, ids, 1, cache_salt=salt, kv_transfer_params=TO_P).params
+    if not params:
+        raise Failed("P gave nothing to hand over")
+    return ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt, kv_transfer_params=params).tokens
+
+
+def visit(cache: Process, ids: list[int], salt: str) -> dict[str, bool]:
+    """Whether each way gave the tokens of its like without L1, and took them from where it should.
+
+    Alike are ways that compute the same tokens in the same pieces on the same engine from KV that the same engine
+    computed: kernels that an engine tunes at its start make the last bits its own.
+    """
+    wanted = len(ids) // CHUNK * CHUNK
+    before = num_chunks(cache)
+    alone = ask(D_PORT, ids, NEW_TOKENS, cache_salt=f"{salt}-alone").tokens
+    wait_stored(cache, before + wanted // CHUNK)
+    pulled = handed_over(ids, salt)
+    again = ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt).tokens  # what was pulled is in D's own cache
+    wait_stored(cache, before + 2 * wanted // CHUNK)
+    for port in (P_PORT, D_PORT):
+        reset(port)
+    hits = external_hits(P_PORT)
+    found = {"P takes from L1, as P computes": handed_over(ids, salt) == pulled}
+    found["P took all chunks from L1"] = external_hits(P_PORT) - hits == wanted
+    for port in (P_PORT, D_PORT):
+        reset(port)
+    hits = external_hits(D_PORT)
+    found["D takes from L1, as from HBM"] = ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt).tokens == again
+    found["D took all chunks from L1"] = external_hits(D_PORT) - hits == wanted
+    found["told only: D pulls, as D alone"] = pulled == alone
+    return found

@@ -1,0 +1,26 @@
+"""Points 2 and 3 on one start: ``ttft``, then ``store_cost``. Three engines on one GPU, one at work at a time."""
+
+from __future__ import annotations
+
+import store_cost
+import ttft
+from common import Report, Stack, antiphon
+
+KV_TOKENS = 120_000
+
+
+def run(stack: Stack, report: Report) -> None:
+    """All of it."""
+    bus = ttft.bus_to_gpu()
+    report.note("bus to the GPU, GB/s", bus, f"{bus:.1f} GB/s")
+    cache = stack.cache_server(ttft.CACHE_PORT, 48)
+    stack.wait_ready([cache], "/status")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.28")
+    ours = stack.engine("antiphon", ttft.PORTS["antiphon"], antiphon(ttft.CACHE_PORT), *args)
+    theirs = stack.engine("offload", ttft.PORTS["vLLM offload"], None, "--kv-offloading-size", "24", *args)
+    plain = stack.engine("plain", store_cost.PORTS["no connector"], None, *args)
+    stack.wait_ready([ours, theirs, plain])
+    ttft.measure(report, bus, cache, ours)
+    store_cost.measure(report, {"no connector": plain.port, **ttft.PORTS})
+    for process in (ours, theirs, plain):
+        process.check()
