@@ -67,7 +67,10 @@ def test_vllm_on_cpu_as_it_is_known_to_work() -> None:
     assert plan.env == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600",
-        "UCX_NET_DEVICES": "all",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "UCX_NET_DEVICES": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_CUMEM_ENABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -158,6 +161,8 @@ def test_every_knob_of_an_engine_reaches_its_command_line() -> None:
     assert plan.env["VLLM_SERVER_DEV_MODE"] == "1"
     assert plan.env["OMP_NUM_THREADS"] == "3"
     assert "ANTIPHON_NIXL_PROGRESS_THREAD" not in plan.env
+    # Other machines are to reach it: what is opened beside its own ports is left to UCX, vLLM and the user.
+    assert not {"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & plan.env.keys()
     assert "ANTIPHON_SPIN_WAIT" not in plan.env
     assert plan.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "192.0.2.7"
 

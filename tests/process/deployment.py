@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from antiphon.cli.status import status
-from antiphon.supervisor import procfs
+from antiphon.supervisor import listening, procfs
 from tests.router.stack import Answer, ask, quiet_ports, text_of, wait_for
 
 READY_TIMEOUT_S = 30.0
@@ -43,6 +44,19 @@ supervisor:
   stop_grace_s: 5
   restart: {{backoff_first_s: 0.2, max_in_window: 50}}
 """
+
+
+def reached_from_outside(deployment: str) -> list[tuple[int, str, int]]:
+    """Pid, address and port of every TCP listener of the deployment that is not on loopback."""
+    sockets = dict(listening.listening_sockets())
+    found = [
+        (pid, *sockets[inode])
+        for pid in marked_pids(deployment)
+        for inode in listening.socket_inodes(pid)
+        if inode in sockets
+    ]
+    assert found, "a deployment listens somewhere"
+    return [each for each in found if not ipaddress.ip_address(each[1]).is_loopback]
 
 
 def marked_pids(deployment: str) -> list[int]:

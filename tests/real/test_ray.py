@@ -102,7 +102,7 @@ class Deployed:
         return self.metrics("decode").num_nixl_transfers or 0
 
     def receipt(self, receipt_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.cluster.ask("GET", f"/receipts/{receipt_id}?wait_s=10").json
+        found: dict[str, Any] = self.cluster.ask("GET", f"/receipts/{receipt_id}?wait_s=5").json
         return found
 
 

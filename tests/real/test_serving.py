@@ -21,6 +21,7 @@ import httpx
 import openai
 import pytest
 
+from tests.process.deployment import reached_from_outside
 from tests.real.deployment import LEASE_S, Deployment, wait_for
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(400)]
@@ -69,6 +70,11 @@ async def complete(http: httpx.AsyncClient, url: str, **fields: Any) -> httpx.Re
 
 
 # ---- what a user does ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_reached_from_other_machines(deployment: Deployment) -> None:
+    """Ports that vLLM, gloo, UCX and NIXL open for themselves, too."""
+    assert reached_from_outside("real") == []
 
 
 async def test_chat_streamed_with_the_official_client(deployment: Deployment, client: openai.AsyncOpenAI) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from antiphon.config.hosts import is_loopback
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import ArgValue, ModelSpec
 
@@ -103,6 +104,10 @@ def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
+    if is_loopback(engine.host):
+        # What UCX, gloo and NCCL open for themselves is then as little reached from other machines as its own ports.
+        env |= {"UCX_NET_DEVICES": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        env["VLLM_HOST_IP"] = "127.0.0.1"
     if looks_like_folder(model.path) or Path(model.path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     native = Path(engine.spec.python).parent.parent / "native"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.ray.plans import spec_name
+from antiphon.supervisor.listening import listening_sockets, socket_inodes
 from antiphon.supervisor.procfs import MARKER_VARIABLE
 
-_LISTEN = "0A"
 _REPLICA = re.compile(r"^ray::ServeReplica:(?P<app>[^:]*):(?P<deployment>[^:.]*)")
 _OF_RAY = re.compile(r"^ray::|/ray/core/src/ray/|ray/dashboard|ray/_private|^python\S* -u \S*/ray/")
 _CACHE_ACTOR = "ray::CacheActor"
@@ -43,13 +43,13 @@ class Listener:
 
 def app_listeners(app: str) -> list[Listener]:
     """Those of the application's replicas, of what they have started, and of Ray's own processes."""
-    sockets = dict(_listening())
+    sockets = dict(listening_sockets())
     found: list[Listener] = []
     for pid in _pids():
         owner = _owner(pid, app)
         if owner is None:
             continue
-        found += [Listener(*owner, pid, *sockets[inode]) for inode in _inodes(pid) if inode in sockets]
+        found += [Listener(*owner, pid, *sockets[inode]) for inode in socket_inodes(pid) if inode in sockets]
     return sorted(set(found))
 
 
@@ -73,36 +73,6 @@ def _owner(pid: int, app: str) -> tuple[str, str] | None:
 
 def _pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def _inodes(pid: int) -> Iterator[str]:
-    with suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    yield target[8:-1]
-
-
-def _listening() -> Iterator[tuple[str, tuple[str, int]]]:
-    """Inode, address and port of every TCP socket that listens."""
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTEN:
-                    address, _, port = fields[1].partition(":")
-                    yield fields[9], (_address(address), int(port, 16))
-
-
-def _address(words: str) -> str:
-    """As the kernel prints it: 32-bit words, each in the byte order of this machine."""
-    raw = bytes.fromhex(words)
-    if sys.byteorder == "little":
-        raw = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
-    found = ipaddress.ip_address(raw)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return str(mapped or found)
 
 
 def main(args: list[str]) -> int:
