@@ -6,7 +6,6 @@ are those of that moment.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -22,16 +21,23 @@ class Tally:
         self._name = name
         self._text = text
         self._labels = labels
-        self._counts: dict[tuple[str | int, ...], int] = {}
+        self._counts: dict[tuple[str | int, ...], list[int]] = {}
         registry.register(self)
 
     def count(self, *values: str | int) -> None:
         """One more, with these values of the labels in their order."""
-        self._counts[values] = self._counts.get(values, 0) + 1
+        self._add(1, values)
 
     def add(self, number: int, *values: str | int) -> None:
         """So many more, 0 and up."""
-        self._counts[values] = self._counts.get(values, 0) + number
+        self._add(number, values)
+
+    def _add(self, number: int, values: tuple[str | int, ...]) -> None:
+        counted = self._counts.get(values)
+        if counted is None:
+            self._counts[values] = [number]
+        else:
+            counted[0] += number
 
     def forget(self, *values: str | int) -> None:
         """Drop every combination that begins with these values."""
@@ -41,7 +47,7 @@ class Tally:
     def collect(self) -> Iterator[CounterMetricFamily]:
         """The series, for a registry."""
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, number in self._counts.items():
+        for values, (number,) in self._counts.items():
             family.add_metric([str(value) for value in values], number)
         yield family
 
@@ -52,14 +58,19 @@ class Durations:
     def __init__(self, registry: CollectorRegistry, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._text = text
-        self._bounds = bounds
+        self._bounds = list(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum_s = 0.0
         registry.register(self)
 
     def observe(self, seconds: float) -> None:
         """One more, which took ``seconds``."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
+        index = 0
+        for bound in self._bounds:
+            if seconds <= bound:
+                break
+            index += 1
+        self._counts[index] += 1
         self._sum_s += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

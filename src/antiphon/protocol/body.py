@@ -1,7 +1,8 @@
 """Reads the top-level keys of a JSON request body without decoding it, and replaces some of them in place.
 
 The client's bytes are kept: float text, big integers, key order, unknown keys, duplicates and white space reach the
-engine as they were sent, except for the keys that are replaced. A body is scanned once; splicing makes no copy of it.
+engine as they were sent, except for the keys that are replaced. A body is scanned once; splicing copies none that is
+large.
 
 Does not know what any key means.
 """
@@ -18,12 +19,17 @@ from antiphon.core.errors import ProtocolError
 
 Buffer = bytes | bytearray | memoryview
 
+_COPIED_MAX_BYTES: Final = 16_384
+"""Pieces of a body up to this size are copied, which costs less than views of it."""
+
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str)
 # Possessive, here and below: a repeat that may be taken back keeps a note for each byte, hundreds of bytes each.
 _KEY = re.compile(rb'[\s,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.DOTALL)
-_SPACE, _CLOSE = b" }"
-_BEFORE_KEY: Final = b"{,"
+_SPACE: Final = 32
+_COMMA: Final = 44
+_OPEN: Final = 123
+_CLOSE: Final = 125
 _ENDS_VALUE: Final = frozenset(b" \t\r\n,}")
 
 
@@ -64,13 +70,15 @@ class Body:
         at the end. The keys must be among those that :func:`scan` looked for. ``members`` holds what may be absent as
         :func:`member` writes it, where that is known beforehand.
         """
-        view = memoryview(self.raw)
+        raw = self.raw
+        view: Buffer = raw if len(raw) <= _COPIED_MAX_BYTES else memoryview(raw)
         pieces: list[Buffer] = []
         position = 0
         for key, start, end in self.spans:
             value = replace.get(key)
             if value is not None:
-                pieces += (view[position:start], value)
+                pieces.append(view[position:start])
+                pieces.append(value)
                 position = end
         values = self.values
         if members is None:
@@ -79,7 +87,8 @@ class Body:
             added = [members[key] for key in replace if key not in values]
         if added:
             comma = b"," if values else b""
-            pieces += (view[position : self.close], b"%b%b}" % (comma, b",".join(added)))
+            pieces.append(view[position : self.close])
+            pieces.append(comma + b",".join(added) + b"}")
         else:
             pieces.append(view[position : self.close + 1])
         return pieces
@@ -173,26 +182,30 @@ def _strict(raw: bytes | bytearray) -> bytes | None:
 
 def _follow(body: Body, wanted: frozenset[str] | None) -> bool:
     """Fill in ``spans`` and ``close`` by going along the values that the decoder saw, in their order. False where the
-    body is written otherwise than most writers do (at most a space after a colon or a comma), or a key appears twice.
+    body is written otherwise than most writers do (at most a space after a colon or a comma), a key appears twice, or
+    the body is large and came in pieces.
     """
-    raw, spans = body.raw, body.spans
+    if isinstance(body.raw, bytearray) and len(body.raw) > _COPIED_MAX_BYTES:
+        return False
+    raw = body.raw if isinstance(body.raw, bytes) else bytes(body.raw)
+    spans = body.spans
     last = len(raw) - 1
     position = end = 0
     for key, value in body.values.items():
-        if raw[position] not in _BEFORE_KEY:  # "}": fewer keys stand here than the decoder saw
+        before = raw[position]
+        if before != _COMMA and before != _OPEN:  # "}": fewer keys stand here than the decoder saw
             return False
         position += 2 if raw[position + 1] == _SPACE else 1
-        name = b'"%b":' % key.encode()
-        if not raw.startswith(name, position):
-            return False
+        name = b'"' + key.encode() + b'":'
         start = position + len(name)
+        if raw[position:start] != name:
+            return False
         if raw[start] == _SPACE:
             start += 1
-        view = memoryview(value)
         # The length alone proves nothing: a body whose key appears twice can be made so that it ends inside a value.
-        if not raw.startswith(view, start):
+        if not raw.startswith(value, start):
             return False
-        position = end = start + len(view)
+        position = end = start + len(value)
         if end > last:
             return False
         if wanted is None or key in wanted:

@@ -20,8 +20,12 @@ HAS_CACHE_READ: Final = b'"cache_read_input_tokens"'
 USAGE_MAX_BYTES: Final = 4096
 """A usage object is shorter: what is passed on in pieces is looked at with as much of what came before."""
 
+_ZERO: Final = 48
+_NINE: Final = 57
 _USAGE: Final = b'"usage":{'
+_DETAILS: Final = b'"prompt_tokens_details":{'
 _USUAL: Final = b'"prompt_tokens_details":{"cached_tokens":'
+_CACHED: Final = b'"cached_tokens'
 _OBJECT: Final = rb'"usage"\s*:\s*\{(?:[^{}]|\{[^{}]*+\})*?'
 _CACHED_TOKENS = re.compile(
     rb"(" + _OBJECT + rb'"(?:prompt|input)_tokens_details"\s*:\s*\{[^{}]*?"cached_tokens"\s*:\s*)\d+'
@@ -44,17 +48,19 @@ def output_tokens(body: Buffer) -> int | None:
 def with_cached_tokens(body: Buffer, cached_tokens: int | None) -> bytes:
     """The ``cached_tokens`` of every usage object. For answers that hold no JSON of the client's."""
     number = _number(cached_tokens)
-    body = bytes(body)
-    start = body.find(_USUAL)
-    if start >= 0 and body.find(b'"cached_tokens', start + len(_USUAL)) < 0:  # as vLLM writes it, and nowhere else
-        usage = body.rfind(_USAGE, 0, start)
-        if usage >= 0 and body.find(HAS_CACHED_TOKENS, 0, start) < 0 and body.find(b"}", usage, start) < 0:
-            start += len(_USUAL)
+    text = body if isinstance(body, bytes) else bytes(body)
+    first = text.find(HAS_CACHED_TOKENS)
+    start = first + len(_USUAL) - len(_DETAILS)
+    # As vLLM writes it, and nowhere else.
+    if first >= len(_DETAILS) and text[first - len(_DETAILS) : start] == _USUAL and text.find(_CACHED, start) < 0:
+        usage = text.rfind(_USAGE, 0, first)
+        if usage >= 0 and text.find(b"}", usage, first) < 0:
             end = start
-            while body[end : end + 1].isdigit():
+            size = len(text)
+            while end < size and _ZERO <= text[end] <= _NINE:
                 end += 1
-            return b"%b%b%b" % (body[:start], number, body[end:]) if end > start else body
-    return _CACHED_TOKENS.sub(lambda found: _with_number(found, number), body)
+            return b"".join([text[:start], number, text[end:]]) if end > start else text
+    return _CACHED_TOKENS.sub(lambda found: _with_number(found, number), text)
 
 
 def with_cached_tokens_at_end(body: Buffer, cached_tokens: int | None) -> bytes:

@@ -14,8 +14,7 @@ Invariant: a flight resolves once, when its life has finished.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage
 from antiphon.observe.receipt import Receipt
@@ -27,7 +26,7 @@ from antiphon.router.desk import Desk
 from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
 from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal, stopping
 from antiphon.router.relay import Relay, WholeAnswer
-from antiphon.router.sending import buffers_of, decode_id, drain_request
+from antiphon.router.sending import buffers_of, decode_id, drain_request, engine_head
 from antiphon.routing.commands import (
     CancelUpstream,
     Command,
@@ -117,10 +116,7 @@ class Flight(Activity):
         self.responder = responder
         self.receipt = receipt
         self.api = api
-        self.head = b"POST %b HTTP/1.1\r\n%b" % (
-            request.target.encode("latin-1"),
-            desk.engines.access.forwarded_lines(request),
-        )
+        self.head = engine_head(request, desk.engines.access)
         """The head of a request to an engine, as far as it is the same for each."""
         self.began_s = desk.clock()
 
@@ -189,7 +185,7 @@ class Flight(Activity):
         desk = self.desk
         try:
             for command in step(self.life, event, desk.clock(), desk.chance()):
-                _DO[type(command)](self, command)
+                self._do(command)
         except Exception as error:  # supervised: a bug ends this request, and no other; the server logs and answers it
             self.broken(error)
 
@@ -311,6 +307,25 @@ class Flight(Activity):
 
     # -- what is commanded ------------------------------------------------------------------------------------------
 
+    def _do(self, command: Command) -> None:
+        """The most frequent first."""
+        if isinstance(command, (ConnectPrefill, ConnectDecode, ProbeDecode)):  # a union is made anew at each call
+            self._connect(command)
+        elif isinstance(command, SendDecode):
+            self._send_decode(command)
+        elif isinstance(command, Finish):
+            self._finish(command)
+        elif isinstance(command, CancelUpstream):
+            self._cancel_upstream()
+        elif isinstance(command, CompleteHandover):
+            self._complete_handover(command)
+        elif isinstance(command, PassOn):
+            self._pass_on(command)
+        elif isinstance(command, RespondError):
+            self._respond_error(command)
+        else:
+            self._end_stream_with_error(command)
+
     def _connect(self, command: Connecting) -> None:
         """An idle connection is used in place; a new one is made in a task. Not yet where the ticket says so: it then
         calls :meth:`connect`."""
@@ -388,9 +403,6 @@ class Flight(Activity):
         self.desk.metrics.engine_requests.count("decode", command.endpoint.address)
         self.exchange = exchange = WholeAnswer(self, connection)
         exchange.start(drain_request(self, command))
-
-    def _cancel(self, command: CancelUpstream) -> None:
-        self._cancel_upstream()
 
     def _pass_on(self, command: PassOn) -> None:
         """An engine's own refusal of a request is the client's answer."""
@@ -482,17 +494,3 @@ class Flight(Activity):
             self.resolve(None)
         else:
             self.fail(error)
-
-
-_DO: dict[type[Command], Callable[[Flight, Any], None]] = {
-    ProbeDecode: Flight._connect,
-    ConnectPrefill: Flight._connect,
-    ConnectDecode: Flight._connect,
-    SendDecode: Flight._send_decode,
-    CompleteHandover: Flight._complete_handover,
-    CancelUpstream: Flight._cancel,
-    PassOn: Flight._pass_on,
-    RespondError: Flight._respond_error,
-    EndStreamWithError: Flight._end_stream_with_error,
-    Finish: Flight._finish,
-}

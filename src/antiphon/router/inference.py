@@ -91,7 +91,7 @@ class Inference:
             tenant: whose request it is; None where there are none.
         """
         client_id = request.first.get(b"x-request-id")
-        receipt = Receipt(f"{self._random.getrandbits(128):032x}", request.path, time.time())
+        receipt = Receipt(self._random.getrandbits(128).to_bytes(16, "big").hex(), request.path, time.time())
         if client_id is not None and len(client_id) <= KEPT_MAX_BYTES:
             receipt.client_request_id = client_id.decode("latin-1")
         traceparent = request.first.get(b"traceparent")

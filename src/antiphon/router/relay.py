@@ -39,6 +39,7 @@ _JSON_BEGINS: Final = (b"{", b"[")
 """A whole answer begins with one of these; no more of it is looked at."""
 
 _END_OF_EVENT: Final = b"\n\n"
+# ``find`` rather than ``in``, here and below: that looks first whether it was given a number, at twice the cost.
 _NAME_MAX_BYTES: Final = 64
 """The name of an event is shorter."""
 
@@ -172,7 +173,7 @@ class Relay:
             or not self._responder.takes_chunks
             or not piece.endswith(_END_OF_EVENT)
             or piece.endswith(end)
-            or (self._cached_tokens != -1 and self._cached_tokens_key in piece)
+            or (self._cached_tokens != -1 and piece.find(self._cached_tokens_key) >= 0)
         ):
             self.on_body(piece)
             self.on_read_end()
@@ -308,7 +309,7 @@ class Relay:
             self.num_pieces = 1
             body = self._whole
             is_json = body[:1] in _JSON_BEGINS or not self._api.answers_json
-            if self._cached_tokens != -1 and self._cached_tokens_key in body:
+            if self._cached_tokens != -1 and body.find(self._cached_tokens_key) >= 0:
                 body = self._api.set_cached_tokens(body, self._cached_tokens)
             receipt = self._owner.receipt
             receipt.status = self.status
@@ -335,7 +336,7 @@ class Relay:
             elif not self._large_event:
                 self._large_event = data[:_NAME_MAX_BYTES]
         if data:
-            if self._cached_tokens != -1 and self._cached_tokens_key in data:
+            if self._cached_tokens != -1 and data.find(self._cached_tokens_key) >= 0:
                 data = self._api.set_cached_tokens(data, self._cached_tokens)
             self._last_but_one, self._last = self._last, data
         return data
@@ -440,7 +441,9 @@ class WholeAnswer:
 
     def on_end(self) -> None:
         self.is_over = True
-        self._owner.answered(HttpResponse(self.status, self._headers, bytes(self._body)))
+        body = self._body
+        whole = body if isinstance(body, bytes) else bytes(body)
+        self._owner.answered(HttpResponse(self.status, self._headers, whole))
 
     def on_lost(self, error: UpstreamError) -> None:
         self.is_over = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from antiphon.protocol.body import Buffer
 from antiphon.router.headers import engine_request_id
+from antiphon.router.keys import EngineAccess
 from antiphon.routing.commands import CompleteHandover
 from antiphon.routing.endpoint import Endpoint
+from antiphon.transport.http.message import HttpRequest
 
 if TYPE_CHECKING:
     from antiphon.router.flight import Flight
@@ -25,12 +26,28 @@ def decode_id(flight: Flight, endpoint: Endpoint, request_id: str) -> str:
     return engine_request_id(request_id, prefill, endpoint.address, tagged=flight.desk.is_tagged)
 
 
-def buffers_of(flight: Flight, endpoint: Endpoint, request_id: str, pieces: Sequence[Buffer]) -> list[Buffer]:
+def engine_head(request: HttpRequest, access: EngineAccess) -> bytes:
+    """The head of what a client's request becomes, as far as it is the same for each engine: made once for all requests
+    of a connection that have the same one."""
+    model = request.model
+    head = model.passed_on if model is not None else None
+    if head is None:
+        target = request.target.encode("latin-1")
+        head = b"POST %b HTTP/1.1\r\n%b" % (target, access.forwarded_lines(request))
+        if model is not None:
+            model.passed_on = head
+    return head
+
+
+def buffers_of(flight: Flight, endpoint: Endpoint, request_id: str, pieces: list[Buffer]) -> list[Buffer]:
     """A request to an engine: its head and the pieces of its body."""
-    length = sum(map(len, pieces))
+    length = 0
+    for piece in pieces:
+        length += len(piece)
     fields = f"host: {endpoint.address}\r\nx-request-id: {request_id}\r\ncontent-length: {length}\r\n\r\n"
-    head = flight.head + fields.encode("latin-1")
-    return [b"".join([head, *pieces])] if length <= _JOIN_MAX_BYTES else [head, *pieces]
+    if length <= _JOIN_MAX_BYTES:
+        return [b"".join([flight.head, fields.encode("latin-1"), *pieces])]
+    return [flight.head + fields.encode("latin-1"), *pieces]
 
 
 def drain_request(flight: Flight, command: CompleteHandover) -> list[Buffer]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import getdoc
+from typing import Final
 
 from antiphon.routing import decoding, prefilling
 from antiphon.routing.commands import Command
@@ -30,7 +31,7 @@ from antiphon.routing.states import OUTCOMES, Stage
 
 Handler = Callable[[Life, Event], None]
 
-TABLE: dict[Stage, dict[type[Event], Handler]] = {
+TABLE: Final[dict[Stage, dict[type[Event], Handler]]] = {
     Stage.RECEIVED: {Received: prefilling.received, ClientLeft: prefilling.client_left},
     Stage.PROBING: {
         Connected: prefilling.probe_connected,
@@ -86,6 +87,9 @@ TABLE: dict[Stage, dict[type[Event], Handler]] = {
 }
 
 
+_ENGINE_EVENTS: Final = ENGINE_EVENTS
+
+
 def step(life: Life, event: Event, now_s: float, chance: float) -> list[Command]:
     """What is to be done about ``event``, in order.
 
@@ -95,7 +99,7 @@ def step(life: Life, event: Event, now_s: float, chance: float) -> list[Command]
     """
     kind = type(event)
     handler = TABLE[life.stage].get(kind)
-    if handler is None or (kind in ENGINE_EVENTS and event.attempt != life.attempt):  # type: ignore[union-attr]
+    if handler is None or (kind in _ENGINE_EVENTS and event.attempt != life.attempt):  # type: ignore[union-attr]
         _count_late(life, event)
         return []
     if kind is Deadline and now_s < life.deadline_s:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+_BRACKET: Final = 91
 
 Path = Literal["pd", "local", "cached"]
 
@@ -25,7 +27,7 @@ class PathChoice:
     reason: str
 
 
-PD = PathChoice("pd", "default")
+PD: Final = PathChoice("pd", "default")
 
 REASONS = (
     "default",
@@ -70,7 +72,8 @@ def _is_not_disabled(value: bytes) -> bool:
 
 def _begins_list(value: Any) -> bool:
     """Of a prompt, which is long and seldom a list: it is not copied to be looked at."""
-    return memoryview(value)[:1].tobytes() == b"["
+    view = memoryview(value)
+    return len(view) > 0 and view[0] == _BRACKET
 
 
 def _is_list_of_prompts(value: bytes) -> bool:
@@ -93,8 +96,8 @@ _RULES: tuple[tuple[str, str, Callable[[bytes], bool]], ...] = (
     ("truncate_prompt_tokens", "truncation", _is_negative),
     ("truncation", "truncation", _is_not_disabled),
 )
-_RARE_KEYS = frozenset(key for key, _, _ in _RULES if key != "prompt")
-_LOCAL = {reason: PathChoice("local", reason) for reason in REASONS}
+_RARE_KEYS: Final = frozenset(key for key, _, _ in _RULES if key != "prompt")
+_LOCAL: Final = {reason: PathChoice("local", reason) for reason in REASONS}
 
 
 def reason_alone(values: Mapping[str, Any]) -> str | None:

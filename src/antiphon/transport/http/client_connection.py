@@ -15,6 +15,7 @@ import httptools
 from antiphon.core.errors import UpstreamError, UpstreamGarbage, UpstreamLost
 from antiphon.protocol.body import Buffer
 from antiphon.transport.http.deadlines import Deadlines
+from antiphon.transport.http.known_head import KnownHead, known_head
 
 if TYPE_CHECKING:
     from antiphon.transport.http.client import HttpPool
@@ -27,6 +28,8 @@ _HEAD_MAX_BYTES: Final = 131_072
 _CHUNK_DIGITS_MAX: Final = 4
 _CHUNK_MIN_BYTES: Final = 6
 """Of ``1 CR LF x CR LF``."""
+
+_OK: Final = b"HTTP/1.1 200 "
 
 _CR: Final = 13
 _LF: Final = 10
@@ -69,6 +72,9 @@ class HttpClientConnection:
         self._sink: ResponseSink | None = None
         self._deadlines: Deadlines | None = None
         self._fields: list[tuple[bytes, bytes]] = []
+        self._fields_of_head = self._fields
+        self._known: KnownHead | None = None
+        """The head of the last answer, where it was one that may come again: 200, whole, with a length."""
         self._raw_head_bytes = 0
         self._has_head = False
         self._is_complete = False
@@ -116,7 +122,11 @@ class HttpClientConnection:
             if begin:  # as most tokens of a stream come: the parser need not see it, and is not told
                 self._sink.on_chunk(data, begin)
                 return
+        is_first = False
         if not self._has_head:
+            is_first = not self._raw_head_bytes
+            if is_first and self._take_known(data):
+                return
             self._raw_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -131,11 +141,32 @@ class HttpClientConnection:
         else:
             self._is_between_chunks = self._has_chunk_ended and data.endswith(b"\r\n")
             if self._is_complete:
+                if is_first:
+                    self._know(data)
                 self._end()
             elif self._sink is not None:
                 self._sink.on_read_end()
             if not self._has_head and self._raw_head_bytes > _HEAD_MAX_BYTES:
                 self.lose(UpstreamGarbage("the header of the engine's answer is too large"))
+
+    def _know(self, data: bytes) -> None:
+        """The piece was a whole answer: the next one may have the same head."""
+        is_plain = self._keeps_alive and data.startswith(_OK)
+        self._known = known_head(data, self._fields_of_head) if is_plain else None
+
+    def _take_known(self, data: bytes) -> bool:
+        """Deliver an answer whose head is known, without the parser; whether it is one."""
+        known, sink = self._known, self._sink
+        begin = known.begin_of_body(data) if known is not None else 0
+        if known is None or sink is None or not begin:
+            return False
+        self._has_head = self._keeps_alive = True
+        self._has_chunk_ended = False
+        sink.on_head(200, known.fields(data, begin))
+        self.on_body(data[begin:])
+        self._is_complete = True
+        self._end()
+        return True
 
     def eof_received(self) -> bool:
         return False
@@ -182,6 +213,7 @@ class HttpClientConnection:
         self._keeps_alive = keeps_alive = parser.should_keep_alive()
         if not keeps_alive:
             self._ends_at_close = not any(name in (b"content-length", b"transfer-encoding") for name, _ in fields)
+        self._fields_of_head = fields
         self._fields = []  # what comes later are trailer fields, which nobody asked for
         sink.on_head(status, fields)
 

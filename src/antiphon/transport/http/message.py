@@ -84,16 +84,37 @@ class HttpRequest:
     is_body_dropped = False
     """Its body is not kept: see :attr:`HttpServer.may_send`."""
 
+    model: HttpRequest | None = None
+    """Stands for all requests of a connection whose heads differ in the length of the body alone; this is one."""
+    passed_on: bytes | None = None
+    """Of a model: kept by whoever passes on what is the same in all of them."""
+
     def __init__(
-        self, method: str, target: bytes, version: str, headers: list[tuple[bytes, bytes]] | None = None
+        self,
+        method: str,
+        target: bytes,
+        version: str,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        model: HttpRequest | None = None,
     ) -> None:
         self.method = method
+        if model is not None and headers is not None:
+            self._be_like(model, version, headers)
+            return
         self.target = target.decode("latin-1")
         self.path, _, self.query = self.target.partition("?")
         self.version = version
         self.headers = headers or []
         self.first = dict(reversed(self.headers))
         """The first value of each field."""
+
+    def _be_like(self, model: HttpRequest, version: str, headers: list[tuple[bytes, bytes]]) -> None:
+        self.target, self.path, self.query = model.target, model.path, model.query
+        self.version = version
+        self.headers = headers
+        self.first = model.first if headers is model.headers else dict(reversed(headers))
+        self.keep_alive = model.keep_alive
+        self.model = model
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the field ``name`` (lower-case), or None."""
@@ -122,7 +143,10 @@ def field_lines(fields: Fields) -> bytes:
     """Header fields as they are written, each with its line end."""
     if isinstance(fields, bytes):
         return fields
-    return b"".join([b"%b: %b\r\n" % field for field in fields])
+    pieces: list[bytes] = []
+    for name, value in fields:
+        pieces.extend([name, b": ", value, b"\r\n"])
+    return b"".join(pieces)
 
 
 _STATUS_LINES: Final = {status: b"HTTP/1.1 %d %b\r\n" % (status, reason) for status, reason in REASONS.items()}

@@ -19,6 +19,7 @@ import httptools
 
 from antiphon.protocol.body import Buffer
 from antiphon.protocol.openai import JSON, error_body
+from antiphon.transport.http.known_head import KnownHead, known_head
 from antiphon.transport.http.message import HttpRequest
 from antiphon.transport.http.responder import Responder
 
@@ -47,6 +48,9 @@ class HttpServerConnection:
         self._loop = server.loop
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
+        self._known: KnownHead | None = None
+        """The head of the last request that was read, where it may come again, and what stands for such requests."""
+        self._model: HttpRequest | None = None
         self._ready: HttpRequest | None = None
         """Complete, and served as soon as the parser returns: a handler may close the connection at once."""
         self._pending: deque[HttpRequest] = deque()
@@ -105,7 +109,7 @@ class HttpServerConnection:
         self.is_closed = True
         self._release(self._held_bytes)
         self._server.forget(self)
-        self._ready = None
+        self._ready = self._known = self._model = None
         self._pending.clear()
         responder = self._responder
         if responder is not None and not responder.finished and responder.on_disconnect is not None:
@@ -116,15 +120,46 @@ class HttpServerConnection:
         return False
 
     def data_received(self, data: bytes) -> None:
-        while data and not self._is_broken:
-            data = self._parse(data)
+        known = self._known
+        if known is None or not self._take_known(known, data):
+            while data and not self._is_broken:
+                data = self._parse(data)
         ready = self._ready
         if ready is not None:
             self._ready = None
             self._begin(ready)
 
+    def _take_known(self, known: KnownHead, data: bytes) -> bool:
+        """Take a request whose head is known, without the parser; whether it is one, and nothing is in its way."""
+        model = self._model
+        if self._reading != "idle" or self._is_broken or self.is_busy or self._pending or model is None:
+            return False
+        begin = known.begin_of_body(data)
+        size = len(data) - begin
+        held_bytes = self._server.held_bytes + size
+        if not begin or size > self._unasked_max_bytes or held_bytes > self._limits.bodies_max_bytes:
+            return False
+        request = HttpRequest(model.method, b"", model.version, known.fields(data, begin), model)
+        request.body = data[begin:]
+        self._held_bytes += size
+        self._server.held_bytes = held_bytes
+        self._deadline = self._loop.time() + self._limits.keepalive_timeout_s
+        self._ready = request
+        self._active_bytes = size
+        return True
+
+    def _know(self, request: HttpRequest, data: bytes) -> None:
+        """``data`` was this request and no more: the next one may have the same head."""
+        known = known_head(data, request.headers) if request.keep_alive else None
+        if known is not None and known.max_bytes <= self._limits.header_max_bytes:
+            self._known = known
+            self._model = HttpRequest(request.method, b"", request.version, request.headers, request)
+            self._model.model = None
+
     def _parse(self, data: bytes) -> bytes:
         """Feed the parser; returns what must be parsed next."""
+        was_idle = self._reading == "idle"
+        self._known = None
         self._has_completed = False
         self._feeding_bytes = len(data)
         try:
@@ -140,6 +175,8 @@ class HttpServerConnection:
         else:
             if not self._has_completed and self._reading != "idle":
                 self._count_fed(len(data))
+            elif was_idle and self._ready is not None and not self._pending:
+                self._know(self._ready, data)
         return b""
 
     def _count_fed(self, size: int) -> None:

@@ -1,0 +1,190 @@
+"""The agent's thread against a NIXL of our own making, which hangs and fails when it is told to."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from antiphon.core.errors import PeerTimeout, PeerUnavailable
+from antiphon.transport import nixl_agent
+from antiphon.transport.nixl_agent import NixlAgent, RemoteMemory
+
+BASE, SIZE = 1 << 20, 1 << 16
+ONE, TWO = (RemoteMemory(name, name.encode(), 4096) for name in ("one", "two"))
+
+
+class FakeNixl:
+    """One agent: what was called, by which thread, and in which state transfers are."""
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        self.name = name
+        self.config = config
+        self.calls: list[tuple[str, Any]] = []
+        self.threads: set[int] = set()
+        self.state: dict[str, str | Exception] = {}
+        self.num_polls = 0
+
+    def _said(self, verb: str, value: Any = None) -> None:
+        self.threads.add(threading.get_ident())
+        self.calls.append((verb, value))
+
+    def register_memory(self, regions: Any, kind: str) -> object:
+        self._said("register", (regions, kind))
+        return object()
+
+    def get_agent_metadata(self) -> bytes:
+        return b"mine"
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        self._said("add", metadata.decode())
+        return metadata
+
+    def remove_remote_agent(self, name: str) -> None:
+        self._said("remove", name)
+
+    def get_xfer_descs(self, regions: Any, kind: str) -> Any:
+        return regions
+
+    def initialize_xfer(self, verb: str, here: Any, there: Any, name: str) -> str:
+        self._said("begin", (verb, here, there, name))
+        return name
+
+    def _now(self, name: str) -> str:
+        state = self.state.get(name, "DONE")
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def transfer(self, handle: str) -> str:
+        return self._now(handle)
+
+    def check_xfer_state(self, handle: str) -> str:
+        self.threads.add(threading.get_ident())
+        return self._now(handle)
+
+    def release_xfer_handle(self, handle: str) -> None:
+        self._said("release", handle)
+
+    def get_new_notifs(self) -> None:
+        self.num_polls += 1
+
+    def verbs(self, *wanted: str) -> list[tuple[str, Any]]:
+        return [(verb, value) for verb, value in list(self.calls) if verb in wanted]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeNixl]:
+    made: list[FakeNixl] = []
+    api = types.ModuleType("nixl._api")
+
+    def agent(name: str, config: dict[str, Any]) -> FakeNixl:
+        made.append(FakeNixl(name, config))
+        return made[-1]
+
+    api.nixl_agent = agent  # type: ignore[attr-defined]
+    api.nixl_agent_config = lambda **values: values  # type: ignore[attr-defined]
+    api.nixl_thread_sync_t = types.SimpleNamespace(NIXL_THREAD_SYNC_STRICT="strict")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nixl", types.ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.setattr(nixl_agent, "GRACE_S", 0.05)
+    monkeypatch.setattr(nixl_agent, "QUARANTINE_S", 0.1)
+    return made
+
+
+@pytest.fixture
+def agent(fakes: list[FakeNixl]) -> Iterator[NixlAgent]:
+    started = NixlAgent.start(BASE, SIZE)
+    yield started
+    started.close()
+
+
+def test_it_is_strict_without_a_progress_thread_and_new_each_time(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    other = NixlAgent.start(BASE, SIZE)
+    assert fakes[0].config == {"enable_prog_thread": False, "sync_mode": "strict", "backends": ["UCX"]}
+    assert fakes[0].name != fakes[1].name
+    assert agent.metadata == b"mine"
+    assert other.close()
+    with pytest.raises(PeerUnavailable, match="closed"):
+        other.read(ONE, 4096, BASE, 64)
+
+
+def test_reads_end_and_one_thread_does_it_all(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    for number in range(3):
+        reading = agent.read(ONE, 8192, BASE + 64 * number, 64)
+        reading.wait(5.0)
+        reading.settle()
+    assert fakes[0].verbs("add") == [("add", "one")], "a peer is added once"
+    assert fakes[0].verbs("begin")[0] == ("begin", ("READ", [(BASE, 64, 0)], [(8192, 64, 0)], "one"))
+    assert len(fakes[0].verbs("release")) == 3
+    assert fakes[0].threads == {agent._thread.ident}
+    assert agent.counts["bytes"] == 192
+
+
+def test_an_error_ends_the_read_and_removes_the_peer(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    fakes[0].state["one"] = RuntimeError("remote disconnect")
+    with pytest.raises(PeerUnavailable, match="remote disconnect"):
+        agent.read(ONE, 4096, BASE, 64).wait(5.0)
+    assert fakes[0].verbs("release", "remove") == [("release", "one"), ("remove", "one")]
+    fakes[0].state["one"] = "DONE"
+    agent.read(ONE, 4096, BASE, 64).wait(5.0)
+    assert len(fakes[0].verbs("add")) == 2, "it is added anew"
+
+
+def test_a_peer_that_hangs_is_torn_down_and_its_target_is_quiet_before_it_is_given_back(
+    agent: NixlAgent, fakes: list[FakeNixl]
+) -> None:
+    fakes[0].state["one"] = "PROC"
+    first, second = agent.read(ONE, 4096, BASE, 64), agent.read(ONE, 4096, BASE + 64, 64)
+    with pytest.raises(PeerTimeout):
+        first.wait(0.02)
+    began_s = time.monotonic()
+    agent.expire(first)
+    agent.read(TWO, 4096, BASE + 128, 64).wait(5.0)  # others go on meanwhile
+    first.settle()
+    assert time.monotonic() - began_s >= 0.15, "the target was given back at once"
+    second.settle()
+    assert fakes[0].verbs("release", "remove") == [
+        ("release", "two"),
+        ("release", "one"),
+        ("release", "one"),
+        ("remove", "one"),
+    ], "a peer is removed after its transfers"
+    with pytest.raises(PeerTimeout):
+        second.wait(5.0)
+    assert agent.counts["quarantined"] == 2
+
+
+def test_a_read_that_comes_late_ends_at_once(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    fakes[0].state["one"] = "PROC"
+    reading = agent.read(ONE, 4096, BASE, 64)
+    with pytest.raises(PeerTimeout):
+        reading.wait(0.02)
+    agent.expire(reading)
+    fakes[0].state["one"] = "DONE"
+    reading.settle()
+    assert not fakes[0].verbs("remove")
+    assert agent.counts["quarantined"] == 0
+
+
+def test_closing_ends_what_is_under_way(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    fakes[0].state["one"] = "PROC"
+    reading = agent.read(ONE, 4096, BASE, 64)
+    assert agent.close()
+    reading.settle()
+    with pytest.raises(PeerUnavailable, match="closed"):
+        reading.wait(1.0)
+    with pytest.raises(PeerUnavailable, match="closed"):
+        agent.expire(reading)
+
+
+def test_without_nixl_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(PeerUnavailable, match="NIXL cannot be used") as caught:
+        NixlAgent.start(BASE, SIZE)
+    assert "TCP" in (caught.value.remedy or "")
