@@ -88,6 +88,10 @@ class StandIn:
         return self.reports.totals
 
     @property
+    def peers(self) -> dict[str, object] | None:
+        return None
+
+    @property
     def population(self) -> Population:
         statistics = self.cache.statistics()
         return Population(statistics.usable_bytes, statistics.arena_bytes, self.population_error)
@@ -107,6 +111,9 @@ class StandIn:
             )
             for each in books.connections.engines.values()
         ]
+
+    def tiers(self) -> list[object]:
+        return []
 
     def leases(self) -> list[LeaseView]:
         books = self.cache._books

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.config import cache_servers, transfer_cache
@@ -83,6 +84,28 @@ def server_of_argv(plan: ProcessPlan) -> CacheServerSpec:
 def urls(compiled: Compiled) -> list[str]:
     argv = compiled.plans[-1].argv
     return [argv[index + 1] for index, arg in enumerate(argv) if arg == "--cache-server"]
+
+
+def test_each_server_has_its_own_folder_of_a_disk_tier_and_shares_the_rest() -> None:
+    tiers = ["disk:///var/kv?capacity_gb=10&store=back", "redis://127.0.0.1:6379/0"]
+    plans = plans_of(compiled_from(CPU | {"cache.l2": tiers, "cache.onboard_max_s": 3.0}))
+    for name, instance in (("cache-prefill", "antiphon-prefiller"), ("cache-decode", "antiphon-decoder")):
+        spec = server_of_argv(plans[name])
+        assert [tier.url for tier in spec.tiers] == [f"disk:///var/kv/{instance}", "redis://127.0.0.1:6379/0"]
+        assert (spec.tiers[0].store, spec.tiers[0].capacity_gb, spec.onboard_max_s) == ("back", 10.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        (["nfs://x"], "nfs:// is no tier"),
+        (["disk:///var/kv"], "needs a capacity"),
+        (["redis://a", "redis://b"], "two tiers are named redis"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(tiers: list[str], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CacheServerSpec(l1_size_gb=1.0, l2=tiers)
 
 
 def test_one_server_beside_each_engine_by_default() -> None:

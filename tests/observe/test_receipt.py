@@ -34,6 +34,7 @@ def test_a_receipt_at_its_start() -> None:
         "status": None,
         "outcome": None,
         "error": None,
+        "code": None,
         "tokens": {"prompt": None, "by_source": {}, "reported_by": None},
         "ms": {"prefill": None, "handover": None, "first_token": None, "total": None},
         "num_events": 0,
@@ -54,6 +55,24 @@ def test_two_receipts_share_nothing() -> None:
     first, second = receipt(1), receipt(2)
     first.tokens_by_source["device"] = 3
     assert second.tokens_by_source == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "placed", "shown"),
+    [
+        (None, None, None, (None, {}, None)),
+        (None, None, 9, (9, {"unknown": 9}, None)),
+        (8, None, 9, (8, {"unknown": 8}, None)),
+        (8, 0, 9, (8, {"device": 0, "computed": 8}, "usage")),
+        (8, 6, None, (8, {"device": 6, "computed": 2}, "usage")),
+    ],
+)
+def test_every_token_that_is_known_of_has_a_source(
+    prompt: int | None, cached: int | None, placed: int | None, shown: tuple[int | None, dict[str, int], str | None]
+) -> None:
+    one = receipt(1)
+    one.prompt_tokens, one.cached_tokens, one.num_placed_tokens = prompt, cached, placed
+    assert one.as_dict()["tokens"] == dict(zip(("prompt", "by_source", "reported_by"), shown, strict=True))
 
 
 @given(st.integers(0, 5), st.integers(0, 20), st.integers(0, 8))

@@ -42,6 +42,16 @@ CASES = {
         leg(100, remote=99, computed=1),
         sources(16, 32, 52),
     ),
+    "P has some from the cache server, some from a tier behind it": (
+        leg(100, l1=32, computed=36, l2=32),
+        leg(100, device=40, remote=59, computed=1),
+        {"device": 40, "l1": 0, "l2": 24, "computed": 36},
+    ),
+    "D has some from a tier": (
+        leg(100, computed=100),
+        leg(100, l2=64, remote=35, computed=1),
+        {"device": 0, "l1": 0, "l2": 64, "computed": 36},
+    ),
     "P has all but the last token itself": (
         leg(100, device=99, computed=1),
         leg(100, remote=99, computed=1),
@@ -250,6 +260,7 @@ def test_a_leg_as_json() -> None:
         "device": 4,
         "l1": 0,
         "remote_prefill": 0,
+        "l2": 0,
         "computed": 6,
         "num_preemptions": 0,
         "finish": "finished",

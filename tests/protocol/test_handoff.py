@@ -16,7 +16,7 @@ from antiphon.protocol.handoff import (
     RESPONSE,
     Handoff,
 )
-from antiphon.protocol.prefill_answer import read_prefill_answer
+from antiphon.protocol.prefill_answer import prompt_counts, read_prefill_answer
 
 PARAMS = {
     "do_remote_decode": True,
@@ -190,3 +190,27 @@ def test_what_a_decode_engine_would_refuse_is_left_for_the_prefill_engine_to_ref
     for client in ('{"stream_options":{}}', '{"stream":false,"stream_options":{}}', '{"top_logprobs":99}'):
         kept = {key: value for key, value in json.loads(client).items() if key != "stream"}
         assert kept.items() <= prefill_body(client).items()
+
+
+@pytest.mark.parametrize(
+    ("answer", "counts"),
+    [
+        (b'{"id":"x","usage":{"prompt_tokens":64,"prompt_tokens_details":{"cached_tokens":63}}}', (64, 63)),
+        (b'{"id":"x","usage" : {"prompt_tokens":64,"prompt_tokens_details":null,"completion_tokens":2}}', (64, None)),
+        (b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":0},"output_tokens":1}}', (9, 0)),
+        (b'{"usage":{"input_tokens":9,"cache_read_input_tokens":5,"output_tokens":1}}', (14, 5)),
+        (b'data: {"usage":{"prompt_tokens":3}}\n\ndata: {"usage":{"prompt_tokens":4}}\n\ndata: [DONE]\n\n', (4, None)),
+        (b'{"text":"\\"usage\\":{\\"prompt_tokens\\":3}"}', (None, None)),
+        (b'{"usage":null}', (None, None)),
+        (b"data: [DONE]\n\n", (None, None)),
+        (b"", (None, None)),
+        (b'{"usage":{"prompt_tokens":"3"}}', (None, None)),
+        (b'{"usage":{"prompt_tokens":-3}}', (None, None)),
+        (b'{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":4}}}', (3, None)),
+        (b'{"usage":{"prompt_tokens":3,"prompt_tokens_details":{"cached_tokens":-1}}}', (3, None)),
+        (b'{"usage":{"prompt_tokens":3,}}', (None, None)),
+        (b'{"usage":{"prompt_tokens":3}}' + b" " * 5000, (None, None)),
+    ],
+)
+def test_the_last_usage_of_an_answer_is_read(answer: bytes, counts: tuple[int | None, int | None]) -> None:
+    assert prompt_counts(answer) == prompt_counts(bytearray(answer)) == counts

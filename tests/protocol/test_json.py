@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.core.errors import ProtocolError
-from antiphon.protocol.json import decode, encode
+from antiphon.protocol.json import decode, encode, text_in
 
 numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
@@ -32,3 +34,15 @@ def test_it_is_compact_and_keeps_the_order_of_keys() -> None:
 def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not valid JSON"):
         decode(data)
+
+
+@given(values)
+def test_a_text_is_read_and_nothing_else(value: object) -> None:
+    expected = value if isinstance(value, str) else ""
+    assert text_in(encode(value)) == expected
+    assert text_in(json.dumps(value).encode()) == expected
+
+
+@pytest.mark.parametrize("raw", [None, b"", b"null", b'"\\ud800"', b'"\\x"', b'{"a": "b"}'])
+def test_what_is_no_text_reads_as_none(raw: bytes | None) -> None:
+    assert text_in(raw) == ""

@@ -25,6 +25,7 @@ REPORT: dict[str, Any] = {
     "device": 1,
     "l1": 2,
     "remote_prefill": 3,
+    "l2": 0,
     "computed": 4,
     "num_preemptions": 0,
     "finish": "finished",

@@ -14,7 +14,7 @@ from antiphon.routing.cold import AdmissionOptions, ColdItem, Wait
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.tenants import TenantOptions, Tenants
 from antiphon.supervisor.report import DeploymentReport, ProcessRow, with_load
-from antiphon.supervisor.router_load import ColdQueue, RouterLoad, TenantLoad, ask_router, load_of
+from antiphon.supervisor.router_load import ColdQueue, RoutedEngine, RouterLoad, TenantLoad, ask_router, load_of
 from tests.router.scripted import engine, routing, streams
 
 
@@ -78,13 +78,46 @@ def test_lines() -> None:
     assert shown.endswith("; 2 more")
 
 
+def test_engines_that_are_no_process_of_the_deployment_are_named() -> None:
+    engines = tuple(RoutedEngine("decode", f"http://127.0.0.1:{number}", "ready", number) for number in range(20))
+    load = RouterLoad(None, (), (RoutedEngine("decode", "http://127.0.0.1:9001", "ready", 1), *engines[:2]))
+    own = row(name="decode-0", role="decode", kind="simulated", base_url="http://127.0.0.1:9001")
+    shown = table_lines(DeploymentReport("demo", 7, True, False, (own, row(waiting=load))))
+    assert shown[4:] == [
+        "router has further engines, of other hosts or added at run time:",
+        "  decode http://127.0.0.1:0 ready, 0 in flight",
+        "  decode http://127.0.0.1:1 ready, 1 in flight",
+    ]
+    shown = lines(RouterLoad(None, (), engines))
+    assert len(shown) == 18
+    assert shown[-1] == "  and 4 more: antiphon endpoints list --router http://127.0.0.1:30000"
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "down (unreachable)"),
+        ({"cause": None}, "down"),
+        ({"is_warming": True}, "warming"),
+        ({"is_leaving": True}, "leaving"),
+    ],
+)
+def test_the_state_of_an_engine_is_one_word_and_its_reason(changes: dict[str, Any], state: str) -> None:
+    told = {"role": "decode", "url": "http://d:1", "state": "down", "cause": "unreachable", "active_requests": 3}
+    told |= {"is_warming": False, "is_leaving": False} | changes
+    status = {"cold_admission": {"is_on": False}, "tenants": None, "engines": [told]}
+    assert load_of(status) == RouterLoad(None, (), (RoutedEngine("decode", "http://d:1", state, 3),))
+    assert load_of(status | {"engines": [1]}) is None
+
+
 async def test_a_router_is_asked(tmp_path: Any) -> None:
     (tmp_path / "key").write_text("sk-admin")
     async with engine(streams) as d, contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(routing([], [d], kv_bytes_per_token=1))
         closed = await stack.enter_async_context(routing([], [d], admin_key_file=str(tmp_path / "key")))
         urls = [f"http://127.0.0.1:{each.spec.port}" for each in (router, closed)]
-        assert await ask_router(urls[0], timeout_s=5) == RouterLoad(ColdQueue(0, 0, 0.0, 0, 0), ())
+        known = (RoutedEngine("decode", d.url, "ready", 0),)
+        assert await ask_router(urls[0], timeout_s=5) == RouterLoad(ColdQueue(0, 0, 0.0, 0, 0), (), known)
         assert await ask_router(urls[1], timeout_s=5) is None, "that is for who shows the key"
         rows = tuple(row(base_url=url, state=state) for url, state in zip(urls, ("ready", "failed"), strict=True))
         report = await with_load(DeploymentReport("demo", 7, True, False, rows))

@@ -91,20 +91,23 @@ class OwnServer:
     Args:
         l1_size_gb: of its arena, 10^9 bytes.
         start_timeout_s: until its whole arena is populated, so that no measurement runs beside that.
+        further: flags, by name.
     """
 
-    def __init__(self, l1_size_gb: float, start_timeout_s: float = 60.0) -> None:
+    def __init__(self, l1_size_gb: float, start_timeout_s: float = 60.0, further: dict[str, str] | None = None) -> None:
         self.l1_size_gb = l1_size_gb
+        self.further = further or {}
         self.start_timeout_s = start_timeout_s
         self.host = "127.0.0.1"
-        self.port = 0
+        self.port = self.http_port = 0
 
     def __enter__(self) -> OwnServer:
         self._folder = tempfile.TemporaryDirectory(prefix="antiphon-bench-")
         self._log_path = Path(self._folder.name) / "server.log"
-        self.port, http_port = _free_ports()
+        self.port, http_port = free_ports()
+        self.http_port = http_port
         flags = {"port": self.port, "http-port": http_port, "l1-size-gb": self.l1_size_gb, "instance-id": "bench"}
-        flags |= {"runtime-dir": self._folder.name, "log-level": "warning"}
+        flags |= {"runtime-dir": self._folder.name, "log-level": "warning"} | self.further
         program = [sys.executable, "-m", "antiphon", "cache-server"]
         program += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         try:
@@ -159,7 +162,7 @@ def _l1_status(host: str, http_port: int) -> dict[str, Any] | None:
     return memory
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
     """Two free loopback ports, both held while they are chosen."""
     with socket.socket() as first, socket.socket() as second:
         for probe in (first, second):

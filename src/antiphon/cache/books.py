@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from antiphon.cache.arena import Arena, RegionHandle
 from antiphon.cache.connections import Connection, Connections, Reservation
@@ -29,6 +30,9 @@ from antiphon.cache.tenants import Account, Tenants
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import LayoutMismatch, ProtocolError
 from antiphon.core.namespace import NamespaceDigest
+
+if TYPE_CHECKING:
+    from antiphon.cache.tiers import Tiers
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class Books:
         self.now_s = float("-inf")
         self.step_number = 0
         self.notices: list[Notice] = []
+        self.tiers: Tiers | None = None
+        """None where no tier is configured."""
 
     # ---- checks that several calls share -----------------------------------------------------------------------------
 
@@ -201,6 +207,8 @@ class Books:
             self.quota_orders[binding.account].discard(chunk)
         if parent is not None:
             self.offer(parent)
+        if self.tiers is not None:
+            self.tiers.unlinked(chunk, removal)
 
     def _count_removal(self, chunk: Chunk, removal: Removal) -> None:
         counters = self.counters
@@ -246,7 +254,9 @@ class Books:
         self.recount(chunk)
         if chunk.is_indexed:
             self.offer(chunk)
-        elif chunk.state is ChunkState.RETIRED and not (chunk.num_leases or chunk.writers or chunk.num_pins):
+        elif chunk.state is ChunkState.RETIRED and not (
+            chunk.num_leases or chunk.writers or chunk.num_pins or chunk.num_holds
+        ):
             if chunk.quiet_at_s > self.now_s:
                 self.enter(chunk, ChunkState.QUARANTINED)
                 heapq.heappush(self._quarantined, (chunk.quiet_at_s, chunk.region.generation, chunk))
@@ -259,6 +269,17 @@ class Books:
             self.policy.offer(chunk)
             if chunk.binding.account in self.quota_orders:
                 self.quota_orders[chunk.binding.account].offer(chunk)
+
+    def hold(self, chunk: Chunk) -> None:
+        """A job of a tier reads the chunk, or a lookup waits for what follows it."""
+        chunk.num_holds += 1
+        self.recount(chunk)
+
+    def unhold(self, chunk: Chunk) -> None:
+        """That has ended."""
+        assert chunk.num_holds > 0, "a hold ended twice"
+        chunk.num_holds -= 1
+        self.settle(chunk)
 
     def end_lease(self, lease: Lease) -> None:
         """The lease has ended: its chunks are protected by one lease less."""
@@ -302,8 +323,9 @@ class Books:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next quarantine ends or the next alarm is due; None where nothing waits for time."""
+        """When the next quarantine ends, an alarm is due or a tier waits for time; None where nothing does."""
         times = [
+            None if self.tiers is None else self.tiers.next_deadline_s,
             self.leases.next_quarantine_end_s,
             self._quarantined[0][0] if self._quarantined else None,
             *(lease.began_s + self.options.lease_alarm_s for lease in list(self.leases.unalarmed.values())[:1]),

@@ -1,7 +1,7 @@
 """What goes out: one reply to every event, and notices of what happened besides. Values only.
 
 A reply is a value or ``Refused`` with a typed error; after ``Refused`` nothing has changed. Notices tell the shell
-what to publish and what to alarm; they ask for nothing.
+what to publish and what to alarm, and, as a ``TierJob``, what to do.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from antiphon.cache.arena import RegionHandle
-from antiphon.cache.events import ConnectionId, EngineId, LeaseId
+from antiphon.cache.events import ConnectionId, EngineId, LeaseId, TicketId
 from antiphon.cache.states import LeaseState
+from antiphon.cache.tier_jobs import TierJob
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import AntiphonError, CacheError
 from antiphon.core.namespace import NamespaceDigest
@@ -105,12 +106,31 @@ class Found:
         regions: one a chunk, the contiguous readable prefix.
         num_tokens: tokens of that prefix.
         num_chunks_capped: readable chunks that follow it and were held back, as the engine's leases are at their cap.
+        fetched: for each source beyond the arena, which chunks of the prefix came from there while this lookup waited.
     """
 
     lease: LeaseId | None
     regions: tuple[RegionHandle, ...]
     num_tokens: int
     num_chunks_capped: int
+    fetched: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Onboarding:
+    """The first answer to a ``Lookup`` that waits for tiers; ``Onboarded`` follows, unless its connection ends.
+
+    Args:
+        ticket: names it in ``Onboarded``.
+        num_tokens: tokens of the prefix that is readable now. They stay.
+        num_tokens_max: tokens of the prefix if all comes that may.
+        wait_s: the answer comes within this time.
+    """
+
+    ticket: TicketId
+    num_tokens: int
+    num_tokens_max: int
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +196,11 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class TierNoted:
+    """The answer to ``TierDone``."""
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaResized:
     """The answer to ``ArenaGrew``."""
 
@@ -198,11 +223,13 @@ Reply = (
     | Attached
     | Detached
     | Found
+    | Onboarding
     | LeaseNoted
     | Reserved
     | Committed
     | Aborted
     | Cleared
+    | TierNoted
     | ArenaResized
     | Ticked
 )
@@ -269,5 +296,23 @@ class ReservationAlarm:
     num_bytes: int
 
 
-Notice = ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm
+@dataclass(frozen=True, slots=True)
+class Onboarded:
+    """The final answer to a lookup whose first was ``Onboarding``."""
+
+    ticket: TicketId
+    connection: ConnectionId
+    found: Found
+
+
+@dataclass(frozen=True, slots=True)
+class TierChanged:
+    """The breaker of a tier has opened or closed. ``reason``: of the failure that opened it."""
+
+    name: str
+    state: str
+    reason: str
+
+
+Notice = ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm | TierJob | Onboarded | TierChanged
 Effect = Reply | Notice

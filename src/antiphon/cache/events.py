@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import NewType
 
 from antiphon.cache.arena import RegionHandle
+from antiphon.cache.tier_jobs import JobId, Outcome
+from antiphon.cache.tier_key import TierKey
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.namespace import NamespaceDigest
@@ -19,6 +21,9 @@ ConnectionId = NewType("ConnectionId", int)
 """Names a connection; the shell gives each a new one."""
 
 LeaseId = NewType("LeaseId", int)
+
+TicketId = NewType("TicketId", int)
+"""Names a lookup that waits for tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,9 @@ class Lookup:
         request: the engine's id of the request, owner of the lease.
         tenant: whose quota and statistics; a namespace belongs to one tenant.
         keys: the prefix from its first chunk on.
+        onboard_s: how long it may wait for chunks of tiers; 0: what is in the arena is the answer.
+        prefill_tokens_per_s: how fast the caller computes what it does not find; 0 where it does not know. The wait is
+            shorter than that.
     """
 
     connection: ConnectionId
@@ -75,6 +83,8 @@ class Lookup:
     namespace: NamespaceDigest
     tenant: str
     keys: tuple[ChunkKey, ...]
+    onboard_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,24 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
+class TierDone:
+    """A job of a tier has really ended: its thread touches the arena no more.
+
+    Args:
+        job: as in its ``TierJob``.
+        found: of ``ASK``: one a key.
+        keys: of ``LIST``: what is there, or None where the tier cannot say; of ``CLEAR``: what was removed.
+        reason: for people, where it failed.
+    """
+
+    job: JobId
+    outcome: Outcome
+    found: tuple[bool, ...] = ()
+    keys: tuple[TierKey, ...] | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaGrew:
     """The shell has populated more of the arena.
 
@@ -158,4 +186,18 @@ class Tick:
     """Time has passed. Every step looks at the time; this one does nothing else."""
 
 
-Event = Attach | Detach | Lookup | Release | CopyBegan | CopyEnded | Reserve | Commit | Abort | Clear | ArenaGrew | Tick
+Event = (
+    Attach
+    | Detach
+    | Lookup
+    | Release
+    | CopyBegan
+    | CopyEnded
+    | Reserve
+    | Commit
+    | Abort
+    | Clear
+    | TierDone
+    | ArenaGrew
+    | Tick
+)

@@ -51,6 +51,7 @@ class Chunk:
         writers: slabs that each writing connection has reserved.
         num_leases: leases that protect it.
         num_pins: holds of the step that is running; zero between steps.
+        num_holds: jobs of tiers that read it, and lookups that wait for what follows it.
         is_counted_idle: whether ``Books.idle_bytes`` counts it.
         quiet_at_s: until then a dead writer may be writing; 0 where none died.
     """
@@ -65,6 +66,7 @@ class Chunk:
     writers: dict[ConnectionId, tuple[int, ...]] = field(default_factory=dict)
     num_leases: int = 0
     num_pins: int = 0
+    num_holds: int = 0
     is_counted_idle: bool = False
     quiet_at_s: float = 0.0
 
@@ -93,7 +95,7 @@ class Chunk:
     @property
     def is_idle(self) -> bool:
         """Whether it is in the index and nothing protects it."""
-        return self.is_indexed and not (self.num_leases or self.num_pins or self.writers)
+        return self.is_indexed and not (self.num_leases or self.num_pins or self.num_holds or self.writers)
 
     @property
     def is_complete(self) -> bool:

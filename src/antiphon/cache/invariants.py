@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from antiphon.cache.books import Books
 from antiphon.cache.index import Chunk
+from antiphon.cache.onboarding import FETCHER, Fetch
 from antiphon.cache.states import ChunkState, SlabState
+from antiphon.cache.tier import Publication
 
 
 def validate(books: Books) -> None:
@@ -48,10 +52,11 @@ def _validate_chunk(books: Books, chunk: Chunk) -> None:
     if chunk.state is ChunkState.INCOMPLETE:
         assert chunk.num_leases == 0, "a chunk is leased that is not readable"
     if chunk.state is ChunkState.RETIRED:
-        assert chunk.num_leases or chunk.writers, "a retired chunk waits for nothing"
+        assert chunk.num_leases or chunk.writers or chunk.num_holds, "a retired chunk waits for nothing"
     if chunk.state is ChunkState.QUARANTINED:
         assert not chunk.num_leases
         assert not chunk.writers
+        assert not chunk.num_holds
         assert chunk.quiet_at_s > books.now_s, "a quarantine is over, and its bytes are held"
 
 
@@ -70,9 +75,42 @@ def _validate_protections(books: Books) -> None:
             assert generation == reservation.region.generation == chunk.region.generation
             assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a reserved chunk has lost its bytes"
             writers.setdefault(chunk, {})[connection.id] = reservation.slabs
+    holds = _add_tiers(books, writers)
+    for chunk in [*holds, *writers]:
+        assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a job or lookup holds a chunk without bytes"
     for chunk in books.chunk_at.values():
+        assert chunk.num_holds == holds[chunk], "holds are miscounted"
         assert chunk.num_leases == num_leases.get(chunk, 0), "leases are miscounted"
         assert chunk.writers == writers.get(chunk, {}), "writers are miscounted"
+
+
+def _add_tiers(books: Books, writers: dict[Chunk, dict[int, tuple[int, ...]]]) -> Counter[Chunk]:
+    """What jobs of tiers and waiting lookups hold; adds the fetches to ``writers``."""
+    holds: Counter[Chunk] = Counter()
+    if books.tiers is None:
+        return holds
+    for tier in books.tiers.tiers:
+        queued_bytes = 0
+        subjects = [running.subject for running in tier.running.values()]
+        for subject in [*subjects, *tier.waiting.publications.values()]:
+            if isinstance(subject, Publication):
+                queued_bytes += subject.chunk.num_bytes
+                holds[subject.chunk] += subject.is_held
+            elif isinstance(subject, Fetch) and subject.chunk is not None:
+                writers.setdefault(subject.chunk, {})[FETCHER] = tuple(range(len(subject.chunk.slabs)))
+        assert queued_bytes == tier.queued_bytes <= tier.options.queue_bytes_max, "publications are miscounted"
+        assert all(chunk.state is ChunkState.READABLE for chunk in (*tier.waiting.publications, *tier.waiting.dirty))
+        assert len(tier.known) <= tier.options.known_max
+    onboardings = books.tiers.onboardings
+    for waiter in onboardings.waiters.values():
+        holds.update(waiter.held)
+        assert books.connections.connections.get(waiter.connection.id) is waiter.connection, "nobody waits for a lookup"
+        assert waiter.position < waiter.end, "a lookup waits for nothing"
+    assert onboardings.held_bytes == sum(waiter.num_bytes for waiter in onboardings.waiters.values())
+    for key, fetch in onboardings.fetches.items():
+        assert fetch.key == key
+        assert fetch.chunk is None or fetch.chunk.writers, "a fetch has a region and no job"
+    return holds
 
 
 def _validate_sums(books: Books) -> None:

@@ -29,6 +29,7 @@ from antiphon.cache.effects import (
     Removal,
     Reply,
     Ticked,
+    TierNoted,
 )
 from antiphon.cache.events import (
     Abort,
@@ -44,6 +45,7 @@ from antiphon.cache.events import (
     Release,
     Reserve,
     Tick,
+    TierDone,
 )
 from antiphon.cache.listing import ChunkPage, page_of
 from antiphon.cache.log import LogPage
@@ -51,6 +53,8 @@ from antiphon.cache.options import CacheOptions
 from antiphon.cache.policy.choose import MakePolicy, choose_policy
 from antiphon.cache.states import LeaseState
 from antiphon.cache.statistics import EngineFacts, LeaseFacts, Statistics
+from antiphon.cache.tier_options import TiersOptions
+from antiphon.cache.tiers import Tiers, TierStatistics
 from antiphon.core.errors import AntiphonError, ProtocolError
 
 
@@ -62,10 +66,19 @@ class Cache:
         first_id: first generation of regions and first lease id. Whoever starts the server draws it at random, so that
             no handle of an earlier life of the server is valid in this one.
         make_policy: gives the eviction policy; who compares policies passes another.
+        tiers: what lies behind the arena; None where nothing does.
     """
 
-    def __init__(self, options: CacheOptions, first_id: int = 1, make_policy: MakePolicy = choose_policy) -> None:
+    def __init__(
+        self,
+        options: CacheOptions,
+        first_id: int = 1,
+        make_policy: MakePolicy = choose_policy,
+        tiers: TiersOptions | None = None,
+    ) -> None:
         self._books = Books(options, first_id, make_policy)
+        if tiers is not None:
+            self._books.tiers = Tiers(self._books, tiers, first_id)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
         """Handles one event at time ``now_s`` (seconds, never less than before).
@@ -82,6 +95,8 @@ class Cache:
         except AntiphonError as error:
             books.counters.num_refused_calls += 1
             reply = Refused(error)
+        if books.tiers is not None:
+            books.tiers.pump()
         return [reply, *books.notices]
 
     def _reply(self, event: Event) -> Reply:
@@ -108,6 +123,8 @@ class Cache:
                 return self._detach(event)
             case Clear():
                 return self._clear(event)
+            case TierDone():
+                return self._tier_done(event)
             case ArenaGrew():
                 return self._grow(event)
             case Tick():
@@ -116,6 +133,8 @@ class Cache:
     def _detach(self, event: Detach) -> Detached:
         books = self._books
         connection = books.connections.get(event.connection)
+        if books.tiers is not None:
+            books.tiers.onboardings.cancel(connection)
         num_reservations = storing.abandon(books, connection)
         del books.connections.connections[connection.id]
         connection.engine.connections.discard(connection.id)
@@ -131,6 +150,8 @@ class Cache:
 
     def _clear(self, event: Clear) -> Cleared:
         books = self._books
+        if books.tiers is not None:
+            books.tiers.clear(event.tenant, event.model)
         free_before = books.arena.free_bytes
         num_chunks = num_bytes = 0
         for chunk in books.index.selected(event.tenant, event.model):
@@ -142,6 +163,12 @@ class Cache:
                 books.retire(chunk, Removal.CLEARED)
         freed_bytes = books.arena.free_bytes - free_before
         return Cleared(num_chunks, freed_bytes, num_bytes - freed_bytes)
+
+    def _tier_done(self, event: TierDone) -> TierNoted:
+        if self._books.tiers is None:
+            raise ProtocolError("there are no tiers")
+        self._books.tiers.done(event)
+        return TierNoted()
 
     def _grow(self, event: ArenaGrew) -> ArenaResized:
         books = self._books
@@ -177,6 +204,10 @@ class Cache:
         """A snapshot in numbers."""
         return statistics.take(self._books)
 
+    def tiers(self) -> list[TierStatistics]:
+        """Each tier in numbers, the fastest first."""
+        return [] if self._books.tiers is None else self._books.tiers.statistics()
+
     def leases(self) -> list[LeaseFacts]:
         """Every lease that has not ended, oldest first."""
         return statistics.leases(self._books)
@@ -187,7 +218,7 @@ class Cache:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a ``Tick`` is due: the next end of a quarantine, or alarm; None where nothing waits for time."""
+        """When a ``Tick`` is due: an end of a quarantine, an alarm, a tier; None where nothing waits for time."""
         return self._books.next_deadline_s
 
     def validate(self) -> None:

@@ -6,17 +6,20 @@ What is not readable in one contiguous piece from the first chunk is not reporte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from antiphon.cache.books import Books
-from antiphon.cache.connections import Engine
-from antiphon.cache.effects import Found, LeaseNoted
+from antiphon.cache.connections import Connection, Engine
+from antiphon.cache.effects import Found, LeaseNoted, Onboarding
 from antiphon.cache.events import CopyBegan, CopyEnded, Lookup, Release
 from antiphon.cache.index import Chunk
 from antiphon.cache.leases import Lease
 from antiphon.cache.states import ChunkState, LeaseState
+from antiphon.core.errors import CacheError
 
 
-def lookup(books: Books, event: Lookup) -> Found:
-    """Answers ``Lookup``: the contiguous readable prefix, leased.
+def lookup(books: Books, event: Lookup) -> Found | Onboarding:
+    """Answers ``Lookup``: the contiguous readable prefix, leased; or that more of it may come from a tier.
 
     Raises:
         ConnectionUnknown: the caller is not attached.
@@ -27,6 +30,32 @@ def lookup(books: Books, event: Lookup) -> Found:
     books.check_keys(event.keys)
     books.binding_of(event.namespace, event.tenant, connection)
     prefix = _readable_prefix(books, event)
+    if books.tiers is not None and event.onboard_s > 0 and len(prefix) < len(event.keys):
+        onboarding = books.tiers.onboardings.begin(event, connection, prefix)
+        if onboarding is not None:
+            return onboarding
+    return _leased(books, event, connection, prefix)
+
+
+def found_at_last(books: Books, event: Lookup, connection: Connection, sources: Mapping[int, str]) -> Found:
+    """The final answer to a lookup that has waited for tiers.
+
+    Args:
+        sources: places of the chunks that came meanwhile, with the name of their source.
+    """
+    try:
+        prefix = _readable_prefix(books, event)
+    except CacheError:  # the key was stored with another meaning meanwhile
+        prefix = []
+    found = _leased(books, event, connection, prefix)
+    places: dict[str, list[int]] = {}
+    for place in sorted(place for place in sources if place < len(found.regions)):
+        places.setdefault(sources[place], []).append(place)
+    fetched = tuple((source, tuple(its_places)) for source, its_places in places.items())
+    return Found(found.lease, found.regions, found.num_tokens, found.num_chunks_capped, fetched)
+
+
+def _leased(books: Books, event: Lookup, connection: Connection, prefix: list[Chunk]) -> Found:
     counts = books.tenants.counts_of(event.tenant)
     books.counters.num_lookups += 1
     num_capped = len(prefix) - _num_leasable(books, prefix, connection.engine)

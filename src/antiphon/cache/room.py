@@ -72,6 +72,8 @@ def _evict_coldest(books: Books, size_bytes: int) -> bool:
         chunk = books.policy.take()
         if chunk is None:
             break
+        if books.tiers is not None and books.tiers.saves(chunk):
+            continue
         if books.arena.span_if_freed_bytes(chunk.region) >= size_bytes:
             found = chunk
             break

@@ -147,6 +147,8 @@ def _commit_one(books: Books, reservation: Reservation) -> CommitOutcome:
     chunk.last_used = books.step_number
     if chunk.is_complete:
         books.make_readable(chunk)
+        if books.tiers is not None:
+            books.tiers.stored(chunk)
     books.settle(chunk)
     return CommitOutcome.READABLE if chunk.state is ChunkState.READABLE else CommitOutcome.PARTIAL
 

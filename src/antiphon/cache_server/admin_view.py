@@ -12,6 +12,7 @@ from antiphon.cache.effects import Cleared
 from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.statistics import Statistics
+from antiphon.cache.tiers import TierStatistics
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.views import EngineView, LeaseView, Population, ReportPage, TokenTotals
 from antiphon.config.cache_server_spec import CacheServerSpec
@@ -42,9 +43,15 @@ class ServerView(Protocol):
     def tallies(self) -> CallTallies: ...
     @property
     def population(self) -> Population: ...
+    @property
+    def peers(self) -> dict[str, object] | None:
+        """What is shared with other cache servers; None where nothing is."""
 
     def statistics(self) -> Statistics: ...
     def engines(self) -> list[EngineView]: ...
+    def tiers(self) -> list[tuple[TierStatistics, tuple[int, int, int | None]]]:
+        """What the plan counts of each tier, and its records, bytes and most bytes."""
+
     def leases(self) -> list[LeaseView]: ...
     def events_since(self, sequence: int, num_events_max: int) -> LogPage:
         """Raises ValueError beyond the log."""

@@ -16,8 +16,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from antiphon.cache.effects import Attached, Detached, Refused
-from antiphon.cache.events import ConnectionId, Detach, EngineId
+from antiphon.cache.effects import Attached, Detached, Found, Onboarded, Onboarding, Refused
+from antiphon.cache.events import ConnectionId, Detach, EngineId, Release, TicketId
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.reports import Reports, adds_up
@@ -49,6 +49,15 @@ class _Peer:
         return None if self.attach is None else EngineId(self.attach.engine, self.attach.incarnation)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A lookup that waits for tiers."""
+
+    connection: FrameConnection
+    call_id: int
+    request: str
+
+
 @dataclass
 class Calls:
     """The handler of all connections.
@@ -72,6 +81,12 @@ class Calls:
     """Calls, by name and by ``ok`` or the error code; lookups of peers that are gone by ``hung_up``; frames that are no
     call as ``frame``."""
     _peers: dict[int, _Peer] = field(default_factory=dict)
+    _waiting: dict[TicketId, _Waiting] = field(default_factory=dict)
+    _early: dict[TicketId, Found] = field(default_factory=dict)
+    """Final answers that came within the step of their lookup."""
+
+    def __post_init__(self) -> None:
+        self.driver.on_onboarded = self._onboarded
 
     # ---- FrameHandler ------------------------------------------------------------------------------------------------
 
@@ -93,7 +108,7 @@ class Calls:
             self.counts["Lookup", "hung_up"] += 1
             return
         try:
-            answer = self._answer(connection, peer, call.body)
+            answer = self._answer(connection, peer, call)
         except AntiphonError as error:
             answer = wire.failure_of(error)
         outcome = answer.code if isinstance(answer, wire.Failure) else "ok"
@@ -117,6 +132,8 @@ class Calls:
         peer = self._peers.pop(connection.number, None)
         if peer is None or peer.attach is None:
             return
+        for ticket in [ticket for ticket, waiting in self._waiting.items() if waiting.connection is connection]:
+            del self._waiting[ticket]
         reply = self.driver.step(Detach(ConnectionId(connection.number)))
         assert isinstance(reply, Detached), reply
         self.quiet.say(
@@ -152,7 +169,8 @@ class Calls:
         descriptor = self.descriptor if connection.is_unix else None
         connection.send(wire.frame(wire.Answer(call.id, self.welcome)), descriptor)
 
-    def _answer(self, connection: FrameConnection, peer: _Peer, body: wire.Body) -> wire.Answered:
+    def _answer(self, connection: FrameConnection, peer: _Peer, call: wire.Call) -> wire.Answered:
+        body = call.body
         if not connection.is_unix and not isinstance(body, wire.Hello | wire.Ping):
             raise NotLocal(
                 f"{type(body).__name__} is answered over the unix socket only, which also passes the memory",
@@ -177,12 +195,35 @@ class Calls:
                 return wire.Processes(tuple((view.role, view.gate) for view in self.processes(peer.engine)))
             case wire.Ping():
                 return wire.Noted()
+            case wire.Lookup():
+                return self._look_up(connection, call.id, body)
             case _:
                 num_slabs = 0 if peer.attach is None else len(peer.attach.slabs)
                 answer = answer_of(self.driver.step(event_of(body, ConnectionId(connection.number), num_slabs)))
                 if isinstance(answer, wire.Reserved):
                     self.tallies.verdicts.update(answer.verdicts)
                 return answer
+
+    def _look_up(self, connection: FrameConnection, call_id: int, body: wire.Lookup) -> wire.Answered:
+        reply = self.driver.step(event_of(body, ConnectionId(connection.number), 0))
+        if isinstance(reply, Onboarding):
+            early = self._early.pop(reply.ticket, None)
+            if early is not None:
+                return answer_of(early)
+            self._waiting[reply.ticket] = _Waiting(connection, call_id, body.request)
+        return answer_of(reply)
+
+    def _onboarded(self, notice: Onboarded) -> None:
+        """A lookup that waited for tiers has its answer. A peer that takes none gives its lease back by us."""
+        found = notice.found
+        waiting = self._waiting.pop(notice.ticket, None)
+        if waiting is None:
+            self._early[notice.ticket] = found
+        elif waiting.connection.is_open and not waiting.connection.has_hung_up:
+            waiting.connection.send(wire.frame(wire.Answer(waiting.call_id, answer_of(found))))
+        elif found.lease is not None:
+            self.counts["Lookup", "hung_up"] += 1
+            self.driver.step(Release(notice.connection, waiting.request, found.lease))
 
     def _attach(self, connection: FrameConnection, peer: _Peer, body: wire.Attach) -> wire.Answered:
         reply = self.driver.step(event_of(body, ConnectionId(connection.number), len(body.slabs)))
@@ -206,9 +247,9 @@ class Calls:
             self.quiet.say(
                 logging.WARNING,
                 "reports that do not add up",
-                "request %s of engine %s: %d prompt tokens, and sources of %d device, %d l1, %d remote, %d computed",
+                "request %s of engine %s: %d prompt tokens; sources: %d device, %d l1, %d l2, %d remote, %d computed",
                 *(report.request, report.engine, report.num_prompt_tokens),
-                *(report.device, report.l1, report.remote_prefill, report.computed),
+                *(report.device, report.l1, report.l2, report.remote_prefill, report.computed),
             )
         return wire.Noted()
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from antiphon.cache.effects import ChunkRemoved, ChunkStored, LeaseAlarm, Reply, ReservationAlarm
+from antiphon.cache.effects import (
+    ChunkRemoved,
+    ChunkStored,
+    LeaseAlarm,
+    Onboarded,
+    Reply,
+    ReservationAlarm,
+    TierChanged,
+)
 from antiphon.cache.events import Event, Tick
 from antiphon.cache.machine import Cache
+from antiphon.cache.tier_jobs import TierJob
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.waiting import Waiters
 from antiphon.core.quiet_log import QuietLog
@@ -21,6 +31,17 @@ log = logging.getLogger("antiphon.cache_server")
 
 _TICK_SLACK_S = 0.001
 """A timer may fire this much early by its own clock; a tick that comes too early would come again at once."""
+
+
+_NOTICES = ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm | TierJob | Onboarded | TierChanged
+
+
+def _nobody_runs(job: TierJob) -> None:
+    raise AssertionError(f"nobody runs {job}")
+
+
+def _nobody_waits(notice: Onboarded) -> None:
+    raise AssertionError(f"nobody waits for {notice}")
 
 
 class CacheDriver:
@@ -41,6 +62,10 @@ class CacheDriver:
         self._tick_at_s = 0.0
         self._num_events = 0
         self.waiters = Waiters(lambda: self._num_events + 1)
+        self.on_job: Callable[[TierJob], None] = _nobody_runs
+        """Takes the jobs of the tiers."""
+        self.on_onboarded: Callable[[Onboarded], None] = _nobody_waits
+        """Takes the final answers of lookups that waited for tiers. It may make steps."""
 
     @property
     def now_s(self) -> float:
@@ -50,16 +75,22 @@ class CacheDriver:
     def step(self, event: Event) -> Reply:
         """Handles one event; returns its reply."""
         reply, *notices = self.cache.step(event, self._loop.time())
-        assert not isinstance(reply, ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm)
+        assert not isinstance(reply, _NOTICES)
         num_events = self._num_events
         for notice in notices:
-            assert isinstance(notice, ChunkStored | ChunkRemoved | LeaseAlarm | ReservationAlarm), notice
+            assert isinstance(notice, _NOTICES), notice
             self._tallies.noticed(notice)
             match notice:
                 case ChunkStored():
                     self._num_events = notice.sequence
                 case ChunkRemoved():
                     self._num_events = notice.sequence or self._num_events
+                case TierJob():
+                    self.on_job(notice)
+                case Onboarded():
+                    self.on_onboarded(notice)
+                case TierChanged():
+                    log.warning("tier %s: the breaker is %s. %s", notice.name, notice.state, notice.reason)
                 case LeaseAlarm():
                     self._quiet.say(
                         logging.WARNING,

@@ -15,6 +15,7 @@ from antiphon.cache.effects import ChunkRemoved, Notice, Removal, Verdict
 from antiphon.cache.states import ChunkState
 from antiphon.cache.statistics import Statistics
 from antiphon.cache_server.probe import PROBE_BYTES, PROBE_NAME, ProbeTally
+from antiphon.cache_server.tier_views import set_tiers
 from antiphon.observe import cache_metrics as names
 from antiphon.observe.cache_metrics import CALL_SECONDS_BOUNDS, Durations, MetricsPage
 
@@ -70,7 +71,16 @@ def metrics_text(server: ServerView, tally: ProbeTally) -> bytes:
     statistics = server.statistics()
     _set_state(page, server, statistics, tally)
     _set_totals(page, server, statistics, tally)
+    set_tiers(page, server.tiers())
+    _set_peers(page, server.peers)
     return page.text()
+
+
+def _set_peers(page: MetricsPage, peers: dict[str, object] | None) -> None:
+    counts = {} if peers is None else peers["counts"]
+    assert isinstance(counts, dict)
+    page.set_labeled(names.PEER_MEMBER, {} if peers is None else {(): float(bool(peers["is_member"]))})
+    page.set_all(names.PEER_EVENTS, counts)
 
 
 def _set_state(page: MetricsPage, server: ServerView, statistics: Statistics, tally: ProbeTally) -> None:
@@ -122,7 +132,7 @@ def _set_totals(page: MetricsPage, server: ServerView, statistics: Statistics, t
     page.set_durations(names.CALL_SECONDS, tallies.durations())
     page.set_all(names.REFUSED_CALLS, dict(codes))
     totals = server.token_totals
-    sources = ("device", "l1", "remote_prefill", "computed")
+    sources = ("device", "l1", "l2", "remote_prefill", "computed")
     page.set_all(names.REPORTED_TOKENS, {source: getattr(totals, source) for source in sources})
     alarms = {
         "lease": counters.num_lease_alarms,

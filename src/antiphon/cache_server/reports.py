@@ -49,7 +49,8 @@ class Reports:
             body.computed,
             body.num_preemptions,
         )
-        if not all(0 <= count < _COUNT_MAX for count in counts):
+        l2 = body.l2
+        if not all(0 <= count < _COUNT_MAX for count in (*counts, l2)):
             raise ProtocolError(f"a report has counts from 0 to {_COUNT_MAX}: {body}")
         if body.finish not in _FINISHES:
             raise ProtocolError(f"a request is finished or aborted, not {body.finish[:50]!r}")
@@ -57,7 +58,7 @@ class Reports:
             raise ProtocolError(f"a namespace has {DIGEST_BYTES} bytes, {len(body.namespace)} were sent")
         names = (body.request, body.engine, body.incarnation)
         more = (body.finish, time.time(), body.namespace.hex())
-        report = TokenReport(self.next_sequence, *names, *counts, *more)
+        report = TokenReport(self.next_sequence, *names, *counts, *more, l2)
         self._ring.append(report)
         self.next_sequence += 1
         self._add_up(report)
@@ -74,6 +75,7 @@ class Reports:
         totals.l1 += report.l1
         totals.remote_prefill += report.remote_prefill
         totals.computed += report.computed
+        totals.l2 += report.l2
 
     def since(self, sequence: int, num_reports_max: int) -> ReportPage:
         """At most ``num_reports_max`` reports from number ``sequence`` on.
@@ -91,5 +93,5 @@ class Reports:
 
 def adds_up(report: TokenReport) -> bool:
     """Whether every prompt token has one source; of an aborted request nobody can say."""
-    total = report.device + report.l1 + report.remote_prefill + report.computed
+    total = report.device + report.l1 + report.l2 + report.remote_prefill + report.computed
     return total == report.num_prompt_tokens or report.finish == "aborted"

@@ -14,29 +14,35 @@ from collections import Counter
 from pathlib import Path
 
 from antiphon import __version__
-from antiphon.cache.effects import ArenaResized, Cleared
-from antiphon.cache.events import ArenaGrew, Clear
+from antiphon.cache.effects import ArenaResized, Cleared, TierNoted
+from antiphon.cache.events import ArenaGrew, Clear, TierDone
 from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
 from antiphon.cache.statistics import Statistics
+from antiphon.cache.tiers import TierStatistics
 from antiphon.cache_server import views
 from antiphon.cache_server.calls import Calls
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
+from antiphon.cache_server.peer_lending import PEER_PREFIX
+from antiphon.cache_server.peers import Peers, PeersParts, peer_tier, wants_peers
 from antiphon.cache_server.population import Population
 from antiphon.cache_server.preflight import check_memory
 from antiphon.cache_server.probe import PROBE_NAME
 from antiphon.cache_server.reports import Reports
 from antiphon.cache_server.sockets import RuntimeFolder, listen_tcp
+from antiphon.cache_server.tier_runner import TierRunner
+from antiphon.cache_server.tier_setup import open_stores, tiers_options
 from antiphon.cache_server.views import EngineView, LeaseView, ReportPage, TokenTotals
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.core.errors import CapacityExceeded, ConfigError
 from antiphon.core.ids import new_incarnation
 from antiphon.core.quiet_log import QuietLog
-from antiphon.protocol.cache import PROTOCOL_VERSION, Welcome
+from antiphon.protocol.cache import GATE_TENANT, PROTOCOL_VERSION, Welcome
 from antiphon.storage.arena import HEADER_BYTES, ArenaOwner
+from antiphon.storage.tier import TierStore
 from antiphon.transport.frames_server import FrameLimits, FrameServer
 
 log = logging.getLogger("antiphon.cache_server")
@@ -67,13 +73,17 @@ class CacheServer:
         self._reports = Reports()
         self._quiet = QuietLog(log, num_lines=_QUIET_LINES)
         self._exit = contextlib.ExitStack()
+        self._stores: list[TierStore] = []
+        self._runner: TierRunner | None = None
+        self._peers: Peers | None = None
+        self._may_unmap = True
 
     @classmethod
     async def start(cls, spec: CacheServerSpec, limits: FrameLimits | None = None) -> CacheServer:
         """A server that listens. Its arena is populated in the background from here on.
 
         Raises:
-            ConfigError: the arena is larger than the free memory, or the runtime folder cannot be used.
+            ConfigError: the arena is larger than the free memory, or the runtime folder or a tier cannot be used.
             StartError: a port or the name is taken.
         """
         server = cls(spec)
@@ -85,6 +95,7 @@ class CacheServer:
 
     def _open(self, limits: FrameLimits) -> None:
         spec = self.spec
+        has_peers = wants_peers(spec)
         tcp = self._exit.enter_context(listen_tcp(spec.host, spec.port))
         self.port = tcp.getsockname()[1]
         self.instance = spec.instance_id or f"port-{self.port}"
@@ -97,7 +108,11 @@ class CacheServer:
             self._arena = ArenaOwner.create(spec.l1_size_bytes, self.instance, self.incarnation)
         except CapacityExceeded as error:
             raise ConfigError(error.message, field="l1_size_gb", remedy=error.remedy) from error
-        self._exit.callback(self._arena.close)
+        self._exit.callback(self._close_arena)
+        tiers = spec.tiers
+        self._stores = open_stores(tiers)
+        further = (peer_tier(),) if has_peers else ()
+        plan = tiers_options(tiers, spec.onboard_max_s, further) if tiers or has_peers else None
         options = CacheOptions(
             arena_bytes=self._arena.data_bytes,
             usable_bytes=0,
@@ -108,8 +123,16 @@ class CacheServer:
             own_tenants=frozenset({PROBE_NAME}),
         )
         # At random, so that no handle of an earlier life is valid in this one.
-        self._driver = CacheDriver(Cache(options, first_id=1 + secrets.randbits(48)), self.tallies, self._quiet)
+        cache = Cache(options, first_id=1 + secrets.randbits(48), tiers=plan)
+        self._driver = CacheDriver(cache, self.tallies, self._quiet)
         self._exit.callback(self._driver.close)
+        if has_peers:
+            self._share(cache)
+        if plan is not None:
+            limits_of = [(tier.num_threads, tier.known_max) for tier in plan.tiers]
+            self._runner = TierRunner(self._stores, limits_of, self._arena.mapping, self._tier_done)
+            self._driver.on_job = self._runner.run
+            self._exit.callback(self._close_tiers)
         self._calls = Calls(
             self._driver, self._reports, self._welcome(), self._arena.fd, tallies=self.tallies, quiet=self._quiet
         )
@@ -131,6 +154,38 @@ class CacheServer:
             arena_bytes=HEADER_BYTES + self._arena.data_bytes,
             data_offset_bytes=HEADER_BYTES,
         )
+
+    def _share(self, cache: Cache) -> None:
+        """With other cache servers: their chunks are the last tier."""
+        driver, tenants = self._driver, frozenset({PROBE_NAME, GATE_TENANT})
+        parts = PeersParts(
+            *(self.instance, self.incarnation, cache, driver.step, driver.waiters, self._arena.mapping, tenants)
+        )
+        self._peers = Peers.start(self.spec, parts)
+        self._stores.append(self._peers.store)
+        self._exit.callback(self._close_peers)
+
+    def _close_peers(self) -> None:
+        assert self._peers is not None
+        self._may_unmap = self._peers.close()
+
+    def _tier_done(self, event: TierDone) -> None:
+        reply = self._driver.step(event)
+        assert isinstance(reply, TierNoted), reply
+
+    def _close_tiers(self) -> None:
+        assert self._runner is not None
+        self._runner.close()
+
+    def _close_arena(self) -> None:
+        """A call to a tier or a peer that does not end keeps the mapping; both end with the process."""
+        if not self._may_unmap:
+            log.warning("the arena is not unmapped: a peer may be using it")
+            return
+        try:
+            self._arena.close()
+        except BufferError as error:
+            log.warning("the arena is not unmapped: %s", error)
 
     def _grew(self, usable_bytes: int) -> None:
         reply = self._driver.step(ArenaGrew(usable_bytes))
@@ -178,7 +233,19 @@ class CacheServer:
                 facts.leased_bytes,
             )
             for facts in self._driver.cache.engines()
+            if not facts.engine.name.startswith(PEER_PREFIX)
         ]
+
+    def tiers(self) -> list[tuple[TierStatistics, tuple[int, int, int | None]]]:
+        """Each tier behind the arena, the fastest first: what the plan counts, and what its store holds (records,
+        bytes, most bytes)."""
+        usages = [] if self._runner is None else self._runner.usages()
+        return list(zip(self._driver.cache.tiers(), usages, strict=True))
+
+    @property
+    def peers(self) -> dict[str, object] | None:
+        """What is shared with other cache servers, for people; None where nothing is."""
+        return None if self._peers is None else self._peers.status()
 
     def leases(self) -> list[LeaseView]:
         """Every lease that has not ended, oldest first."""

@@ -19,6 +19,7 @@ from antiphon.cache.statistics import Statistics, TenantStatistics
 from antiphon.cache_server.admin_view import ServerView
 from antiphon.cache_server.metrics import without_probe
 from antiphon.cache_server.probe import PROBE_NAME, ProbeResult, ProbeTally
+from antiphon.cache_server.tier_views import l2_of
 from antiphon.cache_server.views import EngineView, LeaseView, TokenReport
 from antiphon.protocol.cache import GATE_TENANT
 
@@ -80,13 +81,14 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
         "uptime_s": round(max(0.0, time.time() - server.started_at), 3),
         "chunk_size_tokens": chunk_size_tokens,
         "eviction_policy": server.spec.eviction_policy,
-        "storage_manager": {"l1_manager": _l1_of(server, statistics, leases, tally)},
+        "storage_manager": {"l1_manager": _l1_of(server, statistics, leases, tally)} | l2_of(server.tiers()),
         "tokens": {
             "lookup": lookup_tokens,
             "hit": hit_tokens,
             "reported": {
                 "device": totals.device,
                 "l1": totals.l1,
+                "l2": totals.l2,
                 "remote_prefill": totals.remote_prefill,
                 "computed": totals.computed,
             },
@@ -100,7 +102,7 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
         "leases": _leases_summary(leases, engines),
         "engines": [dataclasses.asdict(engine) for engine in engines],
         "tenants": _tenants_of(statistics.tenants),
-    }
+    } | ({} if server.peers is None else {"peers": server.peers})
 
 
 def _l1_of(server: ServerView, statistics: Statistics, leases: list[LeaseView], tally: ProbeTally) -> Json:

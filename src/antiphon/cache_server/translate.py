@@ -24,6 +24,7 @@ ROLE_CHARS_MAX: Final = 200
 SLABS_MAX: Final = 4096
 """Slabs of a chunk: every chunk keeps a state for each. Models have at most some hundred KV heads."""
 
+_SECONDS_MAX = 1e12
 _REGION_VALUE_MAX = 1 << 62
 _GRANT_BYTES = 64  # of one key in the answer to Reserve, without the numbers of the slabs
 _SLAB_NUMBER_BYTES = 3
@@ -68,7 +69,8 @@ def event_of(body: CacheCall, connection: ConnectionId, num_slabs: int) -> Event
         case wire.Lookup():
             request = check_name(body.request, "the request id")
             tenant = check_name(body.tenant, "the tenant")
-            return events.Lookup(connection, request, _namespace(body.namespace), tenant, _keys(body.keys))
+            waits = (_seconds(body.onboard_s), _seconds(body.prefill_tokens_per_s)) if body.onboard_s else ()
+            return events.Lookup(connection, request, _namespace(body.namespace), tenant, _keys(body.keys), *waits)
         case wire.Release():
             return events.Release(connection, check_name(body.request, "the request id"), LeaseId(body.lease))
         case wire.CopyBegan():
@@ -85,6 +87,12 @@ def event_of(body: CacheCall, connection: ConnectionId, num_slabs: int) -> Event
             return _attach(body, connection)
         case wire.Clear():
             return events.Clear(body.tenant, body.model)
+
+
+def _seconds(value: float) -> float:
+    if not 0 <= value < _SECONDS_MAX:
+        raise ProtocolError(f"{value} is no time, and no rate")
+    return value
 
 
 def _keys(joined: bytes) -> tuple[ChunkKey, ...]:
@@ -144,8 +152,14 @@ def answer_of(reply: Reply) -> wire.Answered:
             return wire.failure_of(reply.error)
         case effects.Found():
             return wire.Found(
-                reply.lease, tuple(map(_region, reply.regions)), reply.num_tokens, reply.num_chunks_capped
+                reply.lease,
+                tuple(map(_region, reply.regions)),
+                reply.num_tokens,
+                reply.num_chunks_capped,
+                reply.fetched,
             )
+        case effects.Onboarding():
+            return wire.Onboarding(reply.num_tokens, reply.num_tokens_max, reply.wait_s)
         case effects.LeaseNoted():
             return wire.LeaseNoted(reply.lease, reply.state.value)
         case effects.Reserved():
@@ -158,7 +172,7 @@ def answer_of(reply: Reply) -> wire.Answered:
             return wire.Attached(reply.usable_bytes)
         case effects.Cleared():
             return wire.Cleared(reply.num_chunks, reply.freed_bytes, reply.held_bytes)
-        case effects.Detached() | effects.ArenaResized() | effects.Ticked():
+        case effects.Detached() | effects.ArenaResized() | effects.Ticked() | effects.TierNoted():
             raise AssertionError(f"no call is answered by {type(reply).__name__}")
 
 

@@ -94,6 +94,7 @@ class TokenReport:
     finish: str
     at: float
     namespace: str = ""
+    l2: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +128,4 @@ class TokenTotals:
     l1: int = 0
     remote_prefill: int = 0
     computed: int = 0
+    l2: int = 0

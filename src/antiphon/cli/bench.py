@@ -14,6 +14,7 @@ import click
 
 from antiphon.bench.cache import CacheBenchOptions, run_cache_bench
 from antiphon.bench.figures import BenchResult, Say
+from antiphon.bench.peers import PeersBenchOptions, run_peers_bench
 from antiphon.bench.router import RouterBenchOptions, run_router_bench
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
 from antiphon.core.errors import AntiphonError
@@ -96,6 +97,23 @@ def router(seconds: float, json_path: Path | None) -> None:
     """
     result = _measure(lambda say: run_router_bench(RouterBenchOptions(seconds), say), json_path)
     click.echo("\n".join(table_lines(result)))
+
+
+@bench.command(name="peers")
+@click.option("--quick", is_flag=True, help="Seconds instead of a minute: whether it runs, not how fast it is.")
+@click.option("--check", is_flag=True, help="Exit with 1 when a target is missed.")
+@_json_option
+def peers(*, quick: bool, check: bool, json_path: Path | None) -> None:
+    """Measure chunks that come from another cache server, beside plain NIXL.
+
+    It starts a coordinator and two cache servers, which need 3 GB of memory, and ends them.
+    """
+    options = PeersBenchOptions.quick() if quick else PeersBenchOptions()
+    result = _measure(lambda say: run_peers_bench(options, say), json_path)
+    click.echo("\n".join(table_lines(result, is_judged=check or not quick)))
+    if check and result.missed:
+        click.echo(f"{len(result.missed)} targets missed", err=True)
+        sys.exit(1)
 
 
 def table_lines(result: BenchResult, *, is_judged: bool = True) -> list[str]:

@@ -332,10 +332,24 @@ def status_lines(answer: dict[str, Any]) -> list[str]:
         f"{name}, version {answer['version']}, up {format_uptime(answer['uptime_s'])}: {health}",
         *([f"its memory is not complete: {_printable(l1['detail'])}"] if l1["detail"] else []),
         *(f"{title:<9} {text}" for title, text in rows),
+        *map(_tier_line, answer["storage_manager"].get("l2_tiers", ())),
         "",
         *_engine_lines(answer["engines"]),
         *_tenant_lines(answer["tenants"]),
     ]
+
+
+def _tier_line(tier: dict[str, Any]) -> str:
+    """One tier behind the memory."""
+    fetches, publications, queue = tier["fetches"], tier["publications"], tier["queue"]
+    num_asked = fetches["hit"] + fetches["miss"] + fetches["corrupt"]
+    state = "" if tier["is_healthy"] else f"; OUT OF SERVICE ({tier['breaker']}): {_printable(tier['reason'] or '')}"
+    holds = f"{tier['total_object_count']} chunks, {format_bytes(tier['held_bytes'])}"
+    return (
+        f"{'tier':<9} {_printable(tier['name'])}: {holds}; "
+        f"{fetches['hit']} of {num_asked} read, {publications['published']} stored, {format_bytes(queue['bytes'])} wait"
+        f"{state}"
+    )
 
 
 def _engine_lines(engines: list[dict[str, Any]]) -> list[str]:

@@ -26,6 +26,7 @@ VERBS = {
     "cache": ("antiphon.cli.cache", "Look at a running cache server, or clear it."),
     "cache-server": ("antiphon.cli.cache_server", "Run a cache server."),
     "server": ("antiphon.cli.cache_server", "The same as cache-server."),
+    "coordinator": ("antiphon.cli.coordinator", "Run a coordinator: it lets cache servers share what they hold."),
     "sim-engine": ("antiphon.cli.sim_engine", "Run a simulated engine."),
     "sim": ("antiphon.cli.sim", "Simulate the cache in virtual time, under seeded faults."),
 }

@@ -18,6 +18,7 @@ from antiphon.sim.fleet_engine import H200_8B
 from antiphon.sim.fleet_flood import NUM_COLD, FloodRun, flood_lines
 from antiphon.sim.fleet_policies import NAMES
 from antiphon.sim.fleet_trace import SCALES, TraceInvalid
+from antiphon.sim.peers_run import run_peers_seeds
 from antiphon.sim.routing_run import run_routing_seeds
 from antiphon.sim.routing_world import RoutingSimulationOptions
 from antiphon.sim.run import describe_failure, run_seeds
@@ -32,7 +33,7 @@ def _faults(context: click.Context, parameter: click.Parameter, text: str) -> tu
     try:
         return tuple(Fault(name.strip()) for name in text.split(","))
     except ValueError as error:
-        names = ", ".join(fault.value for fault in ALL_FAULTS)
+        names = ", ".join(fault.value for fault in Fault)
         raise click.BadParameter(f"{error}. The faults are {names}; or all, or none.") from error
 
 
@@ -90,9 +91,14 @@ def sim() -> None:
 @sim.command(name="cache")
 @_seed_options
 @click.option("--faults", callback=_faults, default="all", show_default=True, help="Names with commas, all, or none.")
-def cache(seeds: int, first_seed: int, validate_every: int, trace: bool, faults: tuple[Fault, ...]) -> None:
+@click.option("--tiers", is_flag=True, help="With tiers behind the cache, and their faults.")
+def cache(
+    seeds: int, first_seed: int, validate_every: int, trace: bool, faults: tuple[Fault, ...], *, tiers: bool
+) -> None:
     """Run the real cache with fake engines whose tokens prove their KV."""
-    options = SimulationOptions(faults, validate_every)
+    if tiers and faults == ALL_FAULTS:
+        faults = SimulationOptions.with_tiers().faults
+    options = SimulationOptions(faults, validate_every, has_tiers=tiers)
     _run(run_seeds(first_seed, seeds, options), lambda result: describe_failure(result, options), seeds, trace=trace)
 
 
@@ -107,6 +113,20 @@ def routing(seeds: int, first_seed: int, validate_every: int, trace: bool) -> No
         return "\n".join([*result.failure_lines(), f"again: {again}"])
 
     _run(run_routing_seeds(first_seed, seeds, options), describe, seeds, trace=trace)
+
+
+@sim.command(name="peers")
+@click.option("--seeds", type=click.IntRange(min=1), default=200, show_default=True, help="Number of seeds.")
+@click.option("--first-seed", type=click.IntRange(min=0), default=1, show_default=True, help="The first of them.")
+@click.option("--trace", is_flag=True, help="Print the trace of each seed.")
+def peers(seeds: int, first_seed: int, trace: bool) -> None:
+    """Run real caches that share through the real directory, under partitions, deaths and late messages."""
+
+    def describe(result: SeedResult) -> str:
+        again = f"antiphon sim peers --first-seed {result.seed} --seeds 1 --trace"
+        return "\n".join([*result.failure_lines(), f"run it again: {again}"])
+
+    _run(run_peers_seeds(first_seed, seeds), describe, seeds, trace=trace)
 
 
 def _policies(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:

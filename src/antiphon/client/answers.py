@@ -39,6 +39,9 @@ def check_answer(call: Body, answer: Answered) -> None:
         raise ProtocolError(f"{type(call).__name__} was answered with {type(answer).__name__}")
     if isinstance(answer, Found):
         assert isinstance(call, Lookup)
+        places = [place for _, its_places in answer.fetched for place in its_places]
+        if not all(0 <= place < len(answer.regions) for place in places):
+            raise ProtocolError("a lookup tells the source of chunks that it has not found")
         if len(answer.regions) > len(call.keys) // KEY_BYTES or (answer.lease is None) != (not answer.regions):
             raise ProtocolError(f"a lookup found {len(answer.regions)} chunks under lease {answer.lease}")
     elif isinstance(answer, Reserved):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from antiphon.core.errors import AntiphonError
-from antiphon.protocol.cache import Answered, Body, Failure, error_of
+from antiphon.protocol.cache import Answered, Body, Failure, Onboarding, error_of
 
 OnLate = Callable[[Answered], None]
 
@@ -30,6 +30,8 @@ class Pending:
         body: the call.
         sent_at_s: when, on the monotonic clock.
         on_late: told of an answer that comes after ``abandon``, once the client has undone it; it must not wait.
+
+    A lookup that waits for tiers is not done, and has ``onboarding``: what the server said first, and when that came.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class Pending:
         "is_abandoned",
         "is_read",
         "on_late",
+        "onboarding",
         "sent_at_s",
     )
 
@@ -51,6 +54,7 @@ class Pending:
         self.on_late = on_late
         self.is_abandoned = False
         self.is_read = False
+        self.onboarding: tuple[Onboarding, float] | None = None
         self._calls = calls
         self._answer: Answered | None = None
         self._error: AntiphonError | None = None

@@ -36,6 +36,7 @@ from antiphon.protocol.cache import (
     Call,
     Failure,
     Lookup,
+    Onboarding,
     Region,
     Release,
     decode_answer,
@@ -82,6 +83,7 @@ class Session:
         self._lock = threading.Lock()  # everything below, and sending
         self._receiving = threading.Lock()  # receiving; taken before _lock, never after it
         self._calls: dict[int, Pending] = {}  # by id, the oldest first
+        self._onboarding: dict[int, Pending] = {}  # lookups of which the server has said that they wait for tiers
         self._unheard: dict[int, Pending] = {}  # of a session that was given up, while it is read on
         self._read_on_until_s: float | None = None
         self._next_id = 1
@@ -136,7 +138,7 @@ class Session:
     @property
     def num_unanswered(self) -> int:
         """Calls sent and not answered, abandoned ones too."""
-        return len(self._calls)
+        return len(self._calls) + len(self._onboarding)
 
     @property
     def oldest_unanswered_s(self) -> float:
@@ -173,8 +175,8 @@ class Session:
         if not self.is_open:
             return f"the connection to the cache server has ended: {self.end_reason}"
         share = 2 if is_undo else 1
-        if len(self._calls) >= share * self._options.unanswered_calls_max:
-            return f"{len(self._calls)} calls to the cache server are unanswered"
+        if self.num_unanswered >= share * self._options.unanswered_calls_max:
+            return f"{self.num_unanswered} calls to the cache server are unanswered"
         unsent = self._wire.num_unsent_bytes
         if unsent and unsent + num_bytes > share * self._options.send_buffer_bytes:
             return f"{unsent} bytes wait to be sent to the cache server, which takes none"
@@ -220,22 +222,35 @@ class Session:
         message: Answer = decode_answer(payload)
         answer = message.body
         with self._lock:
-            unheard = self._unheard.pop(message.id, None)
+            unheard = None if isinstance(answer, Onboarding) else self._unheard.pop(message.id, None)
             if unheard is not None:
                 check_answer(unheard.body, answer)
                 late.append((unheard, answer))
             if not self.is_open:
                 return
-            pending = self._calls.get(message.id)
+            pending = self._calls.get(message.id) or self._onboarding.get(message.id)
+            if isinstance(answer, Onboarding):
+                self._note_onboarding(message.id, answer)
+                return
             if pending is None:
                 said = f", which says: {answer.message}" if isinstance(answer, Failure) else ""
                 raise ProtocolError(f"an answer to call {message.id}, which waits for none{said}")
             check_answer(pending.body, answer)
-            del self._calls[message.id]
+            if self._calls.pop(message.id, None) is None:
+                del self._onboarding[message.id]
             self._answered_at_s = time.monotonic()
             pending.complete(answer)
             if pending.is_abandoned:
                 late.append((pending, answer))
+
+    def _note_onboarding(self, call_id: int, answer: Onboarding) -> None:
+        """Under the lock. The first answer to a lookup; the second may take long, which says nothing of the server."""
+        pending = self._calls.get(call_id)
+        if pending is None or not isinstance(pending.body, Lookup) or pending.body.onboard_s <= 0:
+            raise ProtocolError(f"call {call_id} is said to wait for tiers, and is no lookup that may")
+        self._onboarding[call_id] = self._calls.pop(call_id)
+        self._answered_at_s = time.monotonic()
+        pending.onboarding = (answer, self._answered_at_s)
 
     def abandon(self, pending: Pending) -> None:
         """For ``Pending.abandon``."""
@@ -335,7 +350,7 @@ class Session:
         self.is_open = False
         self.end_reason = reason
         self.ended_at_s = time.monotonic()
-        failed, self._calls = self._calls, {}
+        failed, self._calls, self._onboarding = self._onboarding | self._calls, {}, {}
         for pending in failed.values():
             pending.complete(None, CacheUnavailable(f"the connection to the cache server ended: {reason}"))
         return failed

@@ -12,8 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from antiphon.config.cluster import Address, ListenAddress
 from antiphon.config.hosts import is_loopback
 from antiphon.config.model import SpecModel
+from antiphon.config.tier_spec import TierSpec, parse_tier
+from antiphon.core.errors import ConfigError
 from antiphon.core.tenants import tenant_named
 
 GB = 10**9
@@ -75,8 +78,26 @@ def _policy_name(value: object) -> object:
     return folded if folded in ("lru", "arc") else value
 
 
+def _tier(text: str) -> str:
+    try:
+        parse_tier(text)
+    except ConfigError as error:
+        raise ValueError(error.message) from None
+    return text
+
+
+def _tiers(texts: list[str]) -> list[str]:
+    names = [parse_tier(text).tier_name for text in texts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two tiers are named {twice[0]}: give one of them another name, as in ?name=second")
+    return texts
+
+
 LoopbackHost = Annotated[str, AfterValidator(_loopback)]
 Quota = Annotated[str, AfterValidator(_quota)]
+TierUrl = Annotated[str, AfterValidator(_tier)]
+TierUrls = Annotated[list[TierUrl], AfterValidator(_tiers)]
 PolicyName = Annotated[Literal["lru", "arc"], BeforeValidator(_policy_name)]
 """In any case: the field's command lines write LRU."""
 
@@ -143,6 +164,47 @@ class CacheServerSpec(SpecModel):
         description="TENANT=GB: what one tenant may occupy: the cache_salt of its requests, or default for those "
         "without; past it, its own oldest chunks go. May be given again and again.",
     )
+    l2: TierUrls = Field(
+        default_factory=list,
+        max_length=8,
+        description="URL of a tier behind the memory, the fastest first: disk:///folder?capacity_gb=100, "
+        "redis://host:6379/0, s3://bucket/prefix, mooncake://host:50051, each with options such as store=back. Chunks "
+        "outlive evictions and restarts there. May be given again and again (default: none).",
+    )
+    onboard_max_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=600,
+        description="Longest time in seconds that a lookup waits for chunks of a tier, up to 600. What is in memory is "
+        "answered at once, and an engine waits no longer than computing the same would take.",
+    )
+    coordinator_url: Address | None = Field(
+        default=None,
+        description="Address of the coordinator, as HOST:PORT or with http:// in front, to share chunks with other "
+        "cache servers; with --p2p-advertise-url (default: nothing is shared).",
+    )
+    p2p_advertise_url: ListenAddress | None = Field(
+        default=None,
+        description="Address under which other cache servers reach this one, as HOST:PORT or with http:// in front; "
+        "port 0 takes a free one. With --coordinator-url.",
+    )
+    p2p_host: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="Address to listen on for other cache servers, with the port of --p2p-advertise-url (default: its "
+        "host).",
+    )
+    p2p_transport: Literal["auto", "nixl", "tcp"] = Field(
+        default="auto",
+        description="How KV comes from other cache servers: nixl; tcp, which needs nothing; auto, nixl where it works.",
+    )
+    cluster_secret_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the secret that all cache servers and their coordinator share, at least 32 characters; "
+        "needed for addresses that are not loopback (default: cluster.secret in --runtime-dir, made if absent).",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged."
     )
@@ -151,6 +213,11 @@ class CacheServerSpec(SpecModel):
     def l1_size_bytes(self) -> int:
         """Memory for KV in bytes."""
         return round(self.l1_size_gb * GB)
+
+    @property
+    def tiers(self) -> list[TierSpec]:
+        """The tiers, the fastest first."""
+        return [parse_tier(text) for text in self.l2]
 
     @property
     def quota_bytes(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice
 from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine, Machine
 from antiphon.config.spec import POOLS, Pool, Spec
+from antiphon.config.tier_spec import parse_tier
 from antiphon.config.units import format_bytes
 from antiphon.core.tenants import tenant_named
 
@@ -164,6 +165,9 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
         ("--default-quota-gb", _gb_text(cache.default_quota_bytes) if cache.default_quota_bytes else None),
         *(("--quota", f"{tenant_named(tenant)}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
     ]
+    if cache.l2:
+        optional += [("--l2", _own_tier(text, server.instance)) for text in cache.l2]
+        optional.append(("--onboard-max-s", repr(cache.onboard_max_s)))
     for flag, value in optional:
         if value is not None:
             argv += [flag, value]
@@ -178,6 +182,14 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
         ready_path="/readiness",
         bind=cache.host,
     )
+
+
+def _own_tier(text: str, instance: str) -> str:
+    """The tier as one server uses it: a folder belongs to one server."""
+    tier = parse_tier(text)
+    if tier.kind == "disk":
+        tier = tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{instance}"})
+    return tier.text()
 
 
 def _gb_text(num_bytes: int) -> str:

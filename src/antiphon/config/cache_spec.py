@@ -10,7 +10,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from antiphon.config.cache_server_spec import SIZE_MAX_BYTES, SIZE_MIN_BYTES, CacheServerSpec, LoopbackHost, PolicyName
+from antiphon.config.cache_server_spec import (
+    SIZE_MAX_BYTES,
+    SIZE_MIN_BYTES,
+    CacheServerSpec,
+    LoopbackHost,
+    PolicyName,
+    TierUrls,
+)
 from antiphon.config.model import SpecModel
 from antiphon.config.units import Bytes
 from antiphon.core.tenants import tenant_named
@@ -92,4 +99,11 @@ class CacheSpec(SpecModel):
         description="The same in bytes, 1 MB to 16384 GB, for each tenant that quota_bytes does not name (default: no "
         "quota).",
     )
+    l2: TierUrls = Field(
+        default_factory=list,
+        max_length=8,
+        description=_as_flag("l2").removesuffix(" May be given again and again (default: none).")
+        + " Below the folder of a disk tier each server has one of its own (default: none).",
+    )
+    onboard_max_s: float = Field(default=5.0, gt=0, le=600, description=_as_flag("onboard_max_s"))
     runtime_dir: str | None = Field(default=None, min_length=1, description=_as_flag("runtime_dir"))

@@ -22,6 +22,7 @@ DEFAULT_CHUNK_SIZE_TOKENS = 256
 HOST, PORT, CHUNK_SIZE = "antiphon.host", "antiphon.port", "antiphon.chunk_size"
 OWN_KEYS = frozenset(
     {HOST, PORT, CHUNK_SIZE, "antiphon.engine_name", "antiphon.load", "antiphon.lookup_timeout_ms", "antiphon.store"}
+    | {"antiphon.onboard_max_ms"}
     | {"antiphon.store_queue_max", "antiphon.weights_revision"}
 )
 """The options of the connector, which checks the values of those that are passed on."""

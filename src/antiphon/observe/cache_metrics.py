@@ -74,6 +74,35 @@ REPORTED_TOKENS = Metric("reported_tokens", "counter", "Prompt tokens that engin
 ALARMS = Metric("alarms", "counter", "Alarms: old leases and reservations, reports that do not add up.", ("kind",))
 PROBES = Metric("probes", "counter", "Self-probes of the health check, by result.", ("result",))
 
+TIER_BREAKER = Metric("tier_breaker", "gauge", "1 for the state that the tier's breaker is in.", ("tier", "state"))
+TIER_OPENED = Metric("tier_breaker_opened", "counter", "Times that the tier's breaker opened.", ("tier",))
+TIER_CHUNKS = Metric("tier_chunks", "gauge", "Chunks that are known to be in the tier.", ("tier",))
+TIER_HELD_BYTES = Metric("tier_held_bytes", "gauge", "Bytes in the tier, as far as this server knows.", ("tier",))
+TIER_QUEUE_BYTES = Metric(
+    "tier_queue_bytes", "gauge", "Bytes that wait to be published to the tier, or are being published.", ("tier",)
+)
+TIER_JOBS = Metric("tier_jobs", "gauge", "Calls to the tier that have not ended.", ("tier",))
+TIER_FETCHES = Metric(
+    "tier_fetches", "counter", "Chunks that the tier was asked for: hit, miss, corrupt.", ("tier", "result")
+)
+TIER_FETCHED_BYTES = Metric("tier_fetched_bytes", "counter", "Bytes read from the tier, checked.", ("tier",))
+TIER_FETCH_SECONDS = Metric("tier_fetch_seconds", "counter", "Time in reads that brought a chunk.", ("tier",))
+TIER_PUBLICATIONS = Metric(
+    "tier_publications",
+    "counter",
+    "Chunks for the tier: published, refused (the queue was full), lost (evicted before), full (the tier was).",
+    ("tier", "result"),
+)
+TIER_PUBLISHED_BYTES = Metric("tier_published_bytes", "counter", "Bytes published to the tier.", ("tier",))
+TIER_PUBLISH_SECONDS = Metric("tier_publish_seconds", "counter", "Time in publications that ended well.", ("tier",))
+TIER_FAILURES = Metric(
+    "tier_failures", "counter", "Calls to the tier that failed, or had no answer in time.", ("tier", "kind")
+)
+PEER_MEMBER = Metric("peer_member", "gauge", "1 while this server is a member of a cluster; absent where it has none.")
+PEER_EVENTS = Metric(
+    "peer_events", "counter", "What happened between this server and its peers (docs/peers.md).", ("event",)
+)
+
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """Every metric, in the order above."""
 
@@ -105,6 +134,12 @@ class MetricsPage:
         """The value of a gauge or a counter."""
         assert metric.kind != "histogram", metric.stem
         self._add(self._values, metric, value, labels)
+
+    def set_labeled(self, metric: Metric, values: dict[tuple[str, ...], float]) -> None:
+        """The values of a metric by all its labels; with none, the metric is there without series."""
+        self._values.setdefault(metric, {})
+        for labels, value in values.items():
+            self.set(metric, value, *labels)
 
     def set_all(self, metric: Metric, values: dict[str, float] | dict[str, int]) -> None:
         """The values of a metric with one label, by that label; with none, the metric is there without series."""

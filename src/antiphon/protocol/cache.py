@@ -2,8 +2,9 @@
 
 A frame is a length (4 bytes, little-endian, of what follows) and one msgpack value: ``Call`` from the client,
 ``Answer`` from the server. Every call gets exactly one answer with its id: a value, or ``Failure`` with a code of
-``ERROR_CODES``. Answers may come in another order than the calls. The first call of a connection is ``Hello``; the
-arena's descriptor comes with its ``Welcome``, over the unix socket only.
+``ERROR_CODES``; before it, a ``Lookup`` that waits for tiers gets ``Onboarding``. Answers may come in another order
+than the calls. The first call of a connection is ``Hello``; the arena's descriptor comes with its ``Welcome``, over the
+unix socket only.
 
 Always true: a frame is at most ``FRAME_BYTES_MAX`` long; nothing here holds KV bytes; a handle (lease, region) is valid
 on the life of the server that gave it only.
@@ -90,12 +91,20 @@ class Attach(CallBody, frozen=True):
 
 
 class Lookup(CallBody, frozen=True):
-    """How much of a prefix is readable; what is reported is leased to the request. ``keys``: 32 bytes each, joined."""
+    """How much of a prefix is readable; what is reported is leased to the request.
+
+    Args:
+        keys: 32 bytes each, joined.
+        onboard_s: how long the answer may wait for chunks of tiers; 0: not at all.
+        prefill_tokens_per_s: how fast the caller computes, so that it does not wait longer than that; 0: not known.
+    """
 
     request: str
     namespace: bytes
     tenant: str
     keys: bytes
+    onboard_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 class Release(CallBody, frozen=True):
@@ -146,7 +155,7 @@ class Clear(CallBody, frozen=True):
 
 
 class Report(CallBody, frozen=True):
-    """Where the prompt tokens of one request came from. The four counts add up to ``num_prompt_tokens``, or an alarm.
+    """Where the prompt tokens of one request came from. The five counts add up to ``num_prompt_tokens``, or an alarm.
 
     Args:
         request: the engine's request id, which contains the ``x-request-id`` that the router sent.
@@ -160,6 +169,7 @@ class Report(CallBody, frozen=True):
         num_preemptions: times that the request was preempted; what is done again then is not counted.
         finish: ``finished``, or ``aborted`` before the prompt was complete (the counts then do not add up).
         namespace: digest of the request's namespace; empty where it goes without reuse.
+        l2: tokens loaded from this server that came from a tier for this request; not among ``l1``.
     """
 
     request: str
@@ -173,6 +183,7 @@ class Report(CallBody, frozen=True):
     num_preemptions: int
     finish: str
     namespace: bytes = b""
+    l2: int = 0
 
 
 class EngineNote(CallBody, frozen=True):
@@ -256,12 +267,30 @@ class Attached(AnswerBody, frozen=True):
 
 
 class Found(AnswerBody, frozen=True):
-    """The answer to ``Lookup``: one region a chunk of the contiguous readable prefix, and the lease on them."""
+    """The answer to ``Lookup``: one region a chunk of the contiguous readable prefix, and the lease on them.
+
+    Args:
+        fetched: for each source beyond the arena, the indexes of the regions that came from there for this lookup.
+    """
 
     lease: int | None
     regions: tuple[Region, ...]
     num_tokens: int
     num_chunks_capped: int
+    fetched: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+class Onboarding(AnswerBody, frozen=True):
+    """More of a lookup's prefix may come from a tier: ``Found`` follows under the same id, within ``wait_s``.
+
+    Args:
+        num_tokens: tokens that are readable now, and stay.
+        num_tokens_max: tokens if all comes that may.
+    """
+
+    num_tokens: int
+    num_tokens_max: int
+    wait_s: float
 
 
 class LeaseNoted(AnswerBody, frozen=True):
@@ -332,7 +361,18 @@ class Failure(AnswerBody, frozen=True):
 
 
 Answered = (
-    Welcome | Attached | Found | LeaseNoted | Reserved | Committed | Aborted | Cleared | Noted | Processes | Failure
+    Welcome
+    | Attached
+    | Found
+    | Onboarding
+    | LeaseNoted
+    | Reserved
+    | Committed
+    | Aborted
+    | Cleared
+    | Noted
+    | Processes
+    | Failure
 )
 
 

@@ -35,6 +35,7 @@ class TokenReport(msgspec.Struct, frozen=True):
     num_preemptions: _Count
     finish: Literal["finished", "aborted"]
     namespace: _Digest = ""
+    l2: _Count = 0
 
 
 ReportPage = Page[TokenReport]

@@ -9,7 +9,9 @@
    since: only then the engine was never without a connection, and the lease never ended (``Session.covers``).
 5. A session whose oldest call is not answered for ``GIVE_UP_S`` is given up: nothing more is sent, and another is
    begun. It is read on to its end, since a lookup may have found something.
-6. A release is owed until it is answered. When the connection ends first, it is sent again to the same life of the
+6. A lookup that is said to wait for tiers is waited for as long as the server says, and the deadline; it makes no call
+   overdue. What it finds is a promise as any other.
+7. A release is owed until it is answered. When the connection ends first, it is sent again to the same life of the
    server; a new life knows nothing of it.
 
 ``scheduler`` and ``worker`` add: blocks are not reused while a copy reads or writes them; a commit follows the end of
@@ -23,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from antiphon.cache.arena import RegionHandle
-from antiphon.cache.effects import Attached, Found, LeaseNoted, Refused, Reply, Reserved
+from antiphon.cache.effects import Attached, Found, LeaseNoted, Onboarding, Refused, Reply, Reserved
 from antiphon.cache.events import Abort, Attach, ConnectionId, CopyBegan, CopyEnded, Event, LeaseId, Release
 from antiphon.sim.memory import Arena, Mapping
 from antiphon.sim.network import Channel, Process
@@ -82,6 +84,8 @@ class Pending:
     on_answer: OnAnswer
     is_abandoned: bool = False
     is_answered: bool = False
+    waits_until_s: float | None = None
+    """Where it waits for tiers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +102,7 @@ class Session:
     to_server: Channel[Call]
     attached_at_s: float
     pending: dict[int, Pending] = field(default_factory=dict)
+    onboarding: dict[int, Pending] = field(default_factory=dict)
     num_holds: int = 0
     ended_at_s: float | None = None
     is_closed: bool = False
@@ -193,7 +198,7 @@ class CacheClient:
         session.ended_at_s = self._timeline.now_s
         self.session = None
         self.draining.append(session)
-        for pending in list(session.pending.values()):
+        for pending in [*session.onboarding.values(), *session.pending.values()]:
             pending.on_answer(None)
             self.abandon(pending)
         self._process.after(DRAIN_QUIET_S if self._attach.slabs else 0.0, lambda: self.close_drained(session))
@@ -243,7 +248,7 @@ class CacheClient:
 
     def _give_up_if_deaf(self, session: Session, pending: Pending) -> None:
         """The server should have answered by now (rule 5)."""
-        if session.is_open and not pending.is_answered:
+        if session.is_open and not pending.is_answered and pending.waits_until_s is None:
             self._timeline.count("session given up")
             self._ended(session, "gives up")
 
@@ -252,7 +257,12 @@ class CacheClient:
         pending = self.submit(session, event, on_answer)
 
         def overdue() -> None:
-            if not pending.is_answered and not pending.is_abandoned:
+            if pending.is_answered or pending.is_abandoned:
+                return
+            now_s = self._timeline.now_s
+            if pending.waits_until_s is not None and now_s < pending.waits_until_s + DEADLINE_S:
+                self._process.after(pending.waits_until_s + DEADLINE_S - now_s, overdue)
+            else:
                 self._timeline.count("no answer in time")
                 self.abandon(pending)
                 on_answer(None)
@@ -266,7 +276,13 @@ class CacheClient:
         pending.on_answer = _ignore
 
     def _answered(self, session: Session, answer: Answer) -> None:
-        pending = session.pending.pop(answer.id)
+        if isinstance(answer.reply, Onboarding):
+            pending = session.onboarding[answer.id] = session.pending.pop(answer.id)
+            pending.waits_until_s = self._timeline.now_s + answer.reply.wait_s
+            self._timeline.count("onboarding", self._process.name)
+            return
+        place = session.onboarding if answer.id in session.onboarding else session.pending
+        pending = place.pop(answer.id)
         pending.is_answered = True
         if pending.is_abandoned:
             self._undo(session, pending, answer.reply)
@@ -289,7 +305,7 @@ class CacheClient:
     # ---- releases ----------------------------------------------------------------------------------------------------
 
     def release(self, incarnation: str, lease: LeaseId, request: str) -> None:
-        """Owes a release, and sends it as soon as may be (rule 6)."""
+        """Owes a release, and sends it as soon as may be (rule 7)."""
         self._owed[incarnation, lease] = request
         if self.session is not None:
             self._send_release(self.session, incarnation, lease)

@@ -53,6 +53,7 @@ class EngineOptions:
     Args:
         num_ranks: tensor-parallel size.
         releases_early: as ``Scheduler``.
+        onboard_s, prefill_tokens_per_s: what its lookups say.
     """
 
     name: str
@@ -60,6 +61,8 @@ class EngineOptions:
     num_ranks: int
     worker: WorkerOptions
     releases_early: bool
+    onboard_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 class Engine:
@@ -93,6 +96,7 @@ class Engine:
         timeline.note(f"{name} starts")
         process = Process(timeline, f"{name}/scheduler")
         self.scheduler = Scheduler(process, options.model, self._connect, self._attach(()), options.releases_early)
+        self.scheduler.waits = (options.onboard_s, options.prefill_tokens_per_s)
         workers = []
         for rank in range(options.num_ranks):
             worker_process = Process(timeline, f"{name}/worker-{rank}")

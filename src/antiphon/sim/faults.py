@@ -27,9 +27,18 @@ class Fault(Enum):
     """The client of a request leaves."""
     CLEAR = "clear"
     """An operator clears the cache of a tenant, a model, or all."""
+    TIER_DOWN = "tier-down"
+    """A tier refuses every call for a while; likewise the next three."""
+    TIER_HANG = "tier-hang"
+    TIER_SLOW = "tier-slow"
+    TIER_FULL = "tier-full"
+    TIER_FLIP = "tier-flip"
+    """A bit of a record in a tier flips. (Torn records come with ``KILL_SERVER``.)"""
 
 
-ALL_FAULTS = tuple(Fault)
+TIER_FAULTS = tuple(fault for fault in Fault if fault.value.startswith("tier-"))
+ALL_FAULTS = tuple(fault for fault in Fault if fault not in TIER_FAULTS)
+"""Those of a host without tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,14 @@ class SimulationOptions:
     Args:
         faults: kinds that may occur.
         validate_every: the cache is validated after each step of this many.
+        has_tiers: whether there are tiers behind the arena.
     """
 
     faults: tuple[Fault, ...] = ALL_FAULTS
     validate_every: int = 1
+    has_tiers: bool = False
+
+    @classmethod
+    def with_tiers(cls, validate_every: int = 1) -> SimulationOptions:
+        """A host with tiers, and all faults."""
+        return cls(ALL_FAULTS + TIER_FAULTS, validate_every, has_tiers=True)

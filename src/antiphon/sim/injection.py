@@ -13,6 +13,8 @@ SLOWNESS = (50.0, 600.0)
 """A slow link's delays are multiplied by a number between these: a round trip of about 10 to 120 ms."""
 SLOW_S = (0.05, 1.0)
 SERVER_RESTART_S = (0.01, 0.2)
+TIER_FAULT_S = (0.05, 2.0)
+TIER_SLOWNESS = (5.0, 60.0)
 
 
 def inject(world: World, fault: Fault, subject: str) -> None:
@@ -36,6 +38,8 @@ def inject(world: World, fault: Fault, subject: str) -> None:
         _slow(world)
     elif fault is Fault.CLEAR:
         _clear(world)
+    elif world.tiers:
+        _hurt_tier(world, fault)
 
 
 def heal(world: World) -> None:
@@ -43,6 +47,8 @@ def heal(world: World) -> None:
     world.timeline.is_calm = True
     for channel in world.channels:
         channel.slowness = 1.0
+    for tier in world.tiers:
+        tier.heal()
     for process in [world.server.process, *(process for engine in world.engines for process in engine.processes)]:
         if process.is_stopped:
             process.resume()
@@ -130,3 +136,21 @@ def _clear(world: World) -> None:
     model = chance.choice((None, None, *(engine.options.model.name for engine in world.engines)))
     server = world.server
     server.process.run(lambda: server.clear(tenant, model))
+
+
+def _hurt_tier(world: World, fault: Fault) -> None:
+    chance = world.timeline.random
+    tier = chance.choice(world.tiers)
+    if fault is Fault.TIER_FLIP:
+        tier.flip()
+        return
+    faults = tier.faults
+    if fault is Fault.TIER_DOWN:
+        faults.is_down = True
+    elif fault is Fault.TIER_HANG:
+        faults.is_hung = True
+    elif fault is Fault.TIER_FULL:
+        faults.is_full = True
+    else:
+        faults.slowness = chance.uniform(*TIER_SLOWNESS)
+    world.timeline.after(chance.uniform(*TIER_FAULT_S), tier.heal)

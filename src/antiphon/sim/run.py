@@ -45,6 +45,20 @@ MOMENTS = ("lookup", "promise", "load begins", "store begins", None, None, None,
 """When a single fault comes: at any time, or just after a lookup is sent, a promise arrives or a copy begins, where it
 is likely to hurt."""
 MOMENT_MAX = 20
+TIER_STORMS = (
+    ("publish begins", (Fault.CLEAR,)),
+    ("publish begins", (Fault.KILL_SERVER,)),
+    ("publish begins", (Fault.TIER_HANG, Fault.CLEAR)),
+    ("fetch begins", (Fault.CLEAR,)),
+    ("fetch begins", (Fault.TIER_HANG, Fault.ABORT)),
+    ("fetch begins", (Fault.TIER_FLIP, Fault.TIER_SLOW)),
+    ("onboarding", (Fault.STOP_SCHEDULER, Fault.CLOSE_CONNECTIONS)),
+    ("onboarding", (Fault.KILL_SCHEDULER, Fault.TIER_DOWN)),
+    ("onboarding", (Fault.KILL_SERVER,)),
+    (None, (Fault.KILL_SERVER, Fault.TIER_FLIP)),
+    (None, (Fault.KILL_SERVER,)),
+)
+"""As ``STORMS``, where there are tiers."""
 LIVENESS_S_MAX = 60.0
 """Virtual seconds after the last fault within which every request must end: many times what the slowest needs."""
 QUIET_S = 9.0
@@ -73,12 +87,14 @@ def run_seeds(first: int, num_seeds: int, options: SimulationOptions) -> Iterato
 
 def describe_failure(result: SeedResult, options: SimulationOptions) -> str:
     """The seed, what went wrong, how to run it again, and the end of the trace."""
-    faults = "" if options.faults == ALL_FAULTS else f" --faults {','.join(f.value for f in options.faults) or 'none'}"
+    usual = SimulationOptions.with_tiers().faults if options.has_tiers else ALL_FAULTS
+    tiers = " --tiers" if options.has_tiers else ""
+    faults = "" if options.faults == usual else f" --faults {','.join(f.value for f in options.faults) or 'none'}"
     every = "" if options.validate_every == 1 else f" --validate-every {options.validate_every}"
     return "\n".join(
         [
             *result.failure_lines(),
-            f"run it again: antiphon sim cache --first-seed {result.seed} --seeds 1{faults}{every} --trace",
+            f"run it again: antiphon sim cache --first-seed {result.seed} --seeds 1{tiers}{faults}{every} --trace",
         ]
     )
 
@@ -95,7 +111,8 @@ def _safety(world: World) -> None:
     faults = [fault for fault in world.options.faults if fault is not Fault.ABORT]
     for _ in range(chance.randint(*NUM_FAULTS) if faults else 0):
         if chance.random() < 0.5:
-            moment, storm = chance.choice(STORMS)
+            storms = STORMS + TIER_STORMS if world.tiers else STORMS
+            moment, storm = chance.choice(storms)
             _arm(world, moment, tuple(fault for fault in storm if fault in faults))
         else:
             _arm(world, chance.choice(MOMENTS), (chance.choice(faults),))
@@ -133,6 +150,8 @@ def _liveness(world: World) -> None:
         _repeat_prompt(world, engine)
     timeline.run_until(timeline.now_s + QUIET_S)
     _check_idle(world)
+    if world.tiers:
+        _repeat_after_restart(world)
 
 
 def _finish(world: World, complaint: str) -> None:
@@ -177,3 +196,24 @@ def _repeat_prompt(world: World, engine: Engine) -> None:
     assert again is not None
     if again.num_loaded != 2 * CHUNK_SIZE_TOKENS:
         raise CheckFailed(f"{again.name} repeats a prompt, and {again.num_loaded} tokens of it were loaded, not 8")
+
+
+def _repeat_after_restart(world: World) -> None:
+    """A prompt of two chunks and a token, a restart of the server, and the prompt again: it is loaded from a tier."""
+    timeline = world.timeline
+    engine = max(world.engines, key=lambda each: each.options.onboard_s)
+    tenant = next(tenant for tenant in TENANTS if not world.is_private(tenant))
+    prompt = tuple(timeline.random.randrange(1000) for _ in range(2 * CHUNK_SIZE_TOKENS + 1))
+    world.ask(engine, tenant, prompt, 1)
+    _finish(world, "the prompt before the restart does not end")
+    timeline.run_until(timeline.now_s + QUIET_S)
+    world.server.process.kill()
+    world.start_server()
+    timeline.run_until(timeline.now_s + QUIET_S)
+    again = world.ask(engine, tenant, prompt, 1)
+    _finish(world, "the prompt after the restart does not end")
+    timeline.run_until(timeline.now_s + QUIET_S)
+    _check_idle(world)
+    can_wait = engine.options.onboard_s >= 1.0 and not engine.options.prefill_tokens_per_s
+    if can_wait and again.num_loaded != 2 * CHUNK_SIZE_TOKENS and world.can_ask_for_two:
+        raise CheckFailed(f"{again.name} repeats a prompt after a restart, and {again.num_loaded} tokens were loaded")

@@ -134,6 +134,8 @@ class Scheduler:
         self.free: list[int] = []
         self.num_held = 0
         """Blocks that wait for the end of copies."""
+        self.waits = (0.0, 0.0)
+        """What lookups say of how long they wait for tiers, and of the speed of this engine."""
         self._releases_early = releases_early
         self._is_stepping = False
         self._timeline = process.timeline
@@ -220,10 +222,12 @@ class Scheduler:
             promise = None
             if isinstance(reply, Found) and reply.lease is not None:
                 self._timeline.count("promise", self.process.name)
+                if reply.fetched:
+                    self._timeline.count("promise with fetched chunks")
                 promise = Promise(incarnation, self._timeline.now_s, owner, reply.lease, reply.regions)
             self._ready(request, promise)
 
-        event = Lookup(UNKNOWN, owner, chain.namespace, request.tenant, keys)
+        event = Lookup(UNKNOWN, owner, chain.namespace, request.tenant, keys, *self.waits)
         request.pending = self.client.ask(session, event, answered)
         self._timeline.count("lookup", self.process.name)
 

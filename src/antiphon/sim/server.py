@@ -10,14 +10,28 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from antiphon.cache.arena import RegionHandle
-from antiphon.cache.effects import Attached, ChunkRemoved, Committed, Effect, Refused, Reply, Reserved
-from antiphon.cache.events import ArenaGrew, Attach, Clear, ConnectionId, Detach, Event, Tick
+from antiphon.cache.effects import (
+    Attached,
+    ChunkRemoved,
+    Committed,
+    Effect,
+    Onboarded,
+    Onboarding,
+    Refused,
+    Reply,
+    Reserved,
+    TierChanged,
+)
+from antiphon.cache.events import ArenaGrew, Attach, Clear, ConnectionId, Detach, Event, Release, Tick, TierDone
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
+from antiphon.cache.tier_jobs import TierJob
+from antiphon.cache.tier_options import TiersOptions
 from antiphon.core.errors import LeaseUnknown, StaleHandle
 from antiphon.sim.client import Answer, Call, with_connection
 from antiphon.sim.memory import Arena
 from antiphon.sim.network import Channel, Process
+from antiphon.sim.tier import SimulatedTier
 from antiphon.sim.timeline import CheckFailed, Timeline
 
 EXPECTED_ERRORS = (LeaseUnknown, StaleHandle)
@@ -50,12 +64,24 @@ class Server:
         options: of the cache.
         incarnation: of this life.
         validate_every: the cache is validated after each step of this many.
+        behind: the tiers of the plan, and what stands for them.
     """
 
-    def __init__(self, timeline: Timeline, options: CacheOptions, incarnation: str, validate_every: int) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        options: CacheOptions,
+        incarnation: str,
+        validate_every: int,
+        behind: tuple[TiersOptions, list[SimulatedTier]] | None = None,
+    ) -> None:
         self.process = Process(timeline, incarnation)
         self.arena = Arena(incarnation, options.arena_bytes)
-        self.cache = Cache(options, first_id=timeline.random.getrandbits(48))
+        plan, self._tiers = (None, []) if behind is None else behind
+        self.cache = Cache(options, first_id=timeline.random.getrandbits(48), tiers=plan)
+        self._waiting: dict[int, tuple[Peer, int, str]] = {}
+        """Lookups that wait for tiers: peer, call and request."""
+        self._early: list[Onboarded] = []
         self.peers: dict[ConnectionId, Peer] = {}
         self._timeline = timeline
         self._options = options
@@ -88,6 +114,7 @@ class Server:
         """The peer's end of file was seen."""
         del self.peers[peer.connection]
         peer.to_client.end()
+        self._waiting = {ticket: waiting for ticket, waiting in self._waiting.items() if waiting[0] is not peer}
         self.detach(peer)
 
     def detach(self, peer: Peer) -> None:
@@ -102,7 +129,33 @@ class Server:
         reply = self.step(with_connection(call.event, peer.connection), peer.client)
         is_attached = isinstance(reply, Attached)
         peer.is_attached |= is_attached
+        if isinstance(reply, Onboarding):
+            self._waiting[reply.ticket] = (peer, call.id, call.event.request)  # type: ignore[union-attr]
         peer.to_client.send(Answer(call.id, reply, self.arena if is_attached else None))
+        early, self._early = self._early, []
+        for notice in early:
+            self._onboarded(notice)
+
+    def _onboarded(self, notice: Onboarded) -> None:
+        """A lookup that waited for tiers has its answer. One that nobody takes is given back by the server."""
+        if notice.ticket not in self._waiting:
+            self._early.append(notice)  # within the step of its lookup
+            return
+        peer, call_id, request = self._waiting.pop(notice.ticket)
+        self._timeline.count("onboarded")
+        if not peer.is_closed:
+            peer.to_client.send(Answer(call_id, notice.found))
+        elif notice.found.lease is not None:
+            self.step(Release(peer.connection, request, notice.found.lease), self.process.name)
+
+    def _run(self, job: TierJob) -> None:
+        tier = self._tiers[job.tier]
+
+        def done(event: TierDone) -> None:
+            self._timeline.count(f"tier {job.kind.value} {event.outcome.value}")
+            self.step(event, tier.name)
+
+        tier.run(job, self.process, self.arena, done)
 
     def clear(self, tenant: str | None, model: str | None) -> None:
         """An operator clears."""
@@ -123,12 +176,17 @@ class Server:
         timeline.note(f"{self.process.name} {caller} {_brief(event)} -> {_brief(reply)}")
         for notice in notices:
             self._count_notice(notice)
+            if isinstance(notice, TierJob):
+                self._run(notice)
         self._count_reply(reply)
         self._num_steps += 1
         if self._num_steps % self._validate_every == 0:
             self.cache.validate()
         self._spoil_free_bytes()
         self._schedule_tick()
+        for notice in notices:
+            if isinstance(notice, Onboarded):
+                self._onboarded(notice)
         return reply  # type: ignore[return-value]
 
     def _spoil_free_bytes(self) -> None:
@@ -167,7 +225,9 @@ class Server:
 
     def _count_notice(self, notice: Effect) -> None:
         self._timeline.note(f"{self.process.name}   {_brief(notice)}")
-        if isinstance(notice, ChunkRemoved):
+        if isinstance(notice, TierChanged):
+            self._timeline.count(f"breaker {notice.state}")
+        elif isinstance(notice, ChunkRemoved):
             self._timeline.count(f"removal {notice.removal.value}")
         else:
             self._timeline.count(f"notice {type(notice).__name__}")
@@ -185,6 +245,12 @@ class Server:
         }
         if statistics.reserved_bytes:
             held["reserved bytes"] = statistics.reserved_bytes
+        for tier in self.cache.tiers():
+            busy = (tier.num_running, tier.num_waiting, tier.queued_bytes, tier.num_clears)
+            if tier.breaker.value != "closed" or any(busy):
+                held[f"tier {tier.name} {tier.breaker.value}, jobs and waiting {busy}"] = 1
+        if self._waiting:
+            held["lookups that wait for tiers"] = len(self._waiting)
         if held:
             raise CheckFailed(f"all requests have ended, and {self.process.name} still has {held}")
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from antiphon.cache.options import CacheOptions
+from antiphon.cache.tier_options import StorePolicy, TierOptions, TiersOptions
 from antiphon.sim.client import Answer, Call
 from antiphon.sim.engine import Engine, EngineOptions, Job
 from antiphon.sim.faults import Fault, SimulationOptions
 from antiphon.sim.memory import QUARANTINE_S
 from antiphon.sim.network import Channel, Process
 from antiphon.sim.server import Server
+from antiphon.sim.tier import SimulatedTier
 from antiphon.sim.timeline import Timeline
 from antiphon.sim.values import CHUNK_SIZE_TOKENS, SLAB_BYTES, SimulatedModel, Tokens
 from antiphon.sim.worker import WorkerOptions
@@ -28,6 +32,8 @@ class World:
         self.jobs: list[Job] = []
         self.options = options
         self.channels: list[Channel[Call] | Channel[Answer]] = []
+        self.tiers: list[SimulatedTier] = []
+        self._tiers_options: TiersOptions | None = None
         self._num_servers = 0
         self._build()
 
@@ -57,6 +63,8 @@ class World:
         self._prefixes = {
             model.name: [tuple(chance.randrange(1000) for _ in range(24)) for _ in range(2)] for model in models
         }
+        if self.options.has_tiers:
+            self._build_tiers(chunk_bytes_max)
         self.start_server()
         names = [("prefill", models[0]), ("decode", models[0])]
         if chance.random() < 0.6:
@@ -68,14 +76,64 @@ class World:
                 num_blocks=chance.randint(20, 40),
             )
             engine = EngineOptions(name, model, chance.choice((1, 1, 2)), worker, worker.announces_copies)
+            if self.options.has_tiers:
+                onboard_s, rate = chance.choice((0.0, 0.05, 1.0, 3.0)), chance.choice((0.0, 0.0, 100.0))
+                engine = replace(engine, onboard_s=onboard_s, prefill_tokens_per_s=rate)
             self.engines.append(Engine(self.timeline, engine, self._connect, self._job_ended))
             self.timeline.note(f"{engine}")
+
+    def _build_tiers(self, chunk_bytes_max: int) -> None:
+        """One tier or two, the second often shared and without a list."""
+        chance = self.timeline.random
+        options = []
+        for name in ("fast", "slow")[: chance.choice((1, 2, 2))]:
+            is_shared = name == "slow" and chance.random() < 0.6
+            policies: tuple[StorePolicy, ...] = ("through", "through", "back")
+            options.append(
+                TierOptions(
+                    name,
+                    store=chance.choice(policies),
+                    is_shared=is_shared,
+                    fetches_max=chance.choice((1, 2, 4)),
+                    publishes_max=chance.choice((1, 2)),
+                    queue_bytes_max=chance.choice((2, 5, 50)) * chunk_bytes_max,
+                    timeout_s=chance.choice((0.15, 0.5)),
+                    list_timeout_s=1.0,
+                    flush_after_s=chance.choice((0.05, 0.5, 3.0)),
+                    promotion_hits=chance.choice((0, 1, 2)),
+                    known_max=chance.choice((4, 1000, 1000)),
+                )
+            )
+            self.tiers.append(SimulatedTier(self.timeline, name, chance.choice((6, 200, 200)), not is_shared))
+        self._tiers_options = TiersOptions(
+            tuple(options),
+            onboards_max=chance.choice((1, 8, 256)),
+            onboard_share_max=chance.choice((0.3, 0.9)),
+            ahead_max=chance.choice((1, 3, 32)),
+            ask_keys_max=chance.choice((2, 512)),
+            private_tenants=frozenset({"other"} if chance.random() < 0.2 else ()),
+        )
+
+    def is_private(self, tenant: str) -> bool:
+        """Whether the tenant's chunks stay in the arena."""
+        return self._tiers_options is not None and tenant in self._tiers_options.private_tenants
+
+    @property
+    def can_ask_for_two(self) -> bool:
+        """Whether a lookup that finds nothing may bring two chunks: both may be held, and the tiers keep as many."""
+        options = self._tiers_options
+        if options is None:
+            return False
+        chunk_bytes = max(engine.options.model.layout.chunk_bytes for engine in self.engines)
+        share = min(options.onboard_share_max, self._cache_options.leased_share_max)
+        return 2 * chunk_bytes <= int(self._cache_options.arena_bytes * share)
 
     def start_server(self) -> None:
         """The next life of the server."""
         self._num_servers += 1
         name = f"server#{self._num_servers}"
-        self.server = Server(self.timeline, self._cache_options, name, self.options.validate_every)
+        behind = None if self._tiers_options is None else (self._tiers_options, self.tiers)
+        self.server = Server(self.timeline, self._cache_options, name, self.options.validate_every, behind)
         self.timeline.note(f"{name} starts")
 
     def _connect(self, client: Process) -> tuple[Channel[Call], Channel[Answer]] | None:

@@ -72,6 +72,7 @@ LONG_QUESTION = Question(
 
 _SOURCES = {
     "l1": "from the cache server",
+    "l2": "from a tier behind it",
     "computed": "computed",
     "device": "from the engine's own cache",
     "unknown": "unknown",

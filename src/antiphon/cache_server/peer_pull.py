@@ -1,0 +1,189 @@
+"""How a chunk is pulled from a peer: whom to ask, in which order, what to believe. No socket, clock or thread.
+
+``pull`` is a generator: it yields what is to be done (``LendFrom``, ``ReadFrom``, ``Verify``, ``GiveBack``) and is sent
+how that ended, an error as a value. So the same decisions run in threads and in a simulation.
+
+Always true:
+
+- True is returned only after the bytes in the target had the digest that their holder gave for the chunk that was
+  asked for, under the meaning that was asked for.
+- A peer that failed once is left alone until its breaker lets one call through, or until a new life of it joins.
+- Holders that are remembered are few, and forgotten after ``ttl_s``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from antiphon.cache.breaker import Breaker
+from antiphon.cache.lending import Wanted
+from antiphon.core.errors import AntiphonError
+from antiphon.protocol.peers import Holder, LentChunk
+
+RETRY_MIN_S: Final = 0.5
+RETRY_MAX_S: Final = 4.0
+"""With the time of the one call that is let through, a peer that is back is used within 5 s."""
+HOLDERS_MAX: Final = 2
+"""Peers that are tried for one chunk: a lookup waits for it."""
+PEERS_MAX: Final = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class LendFrom:
+    """Have the holder lease the chunk. The answer: the loan, None where it has none, or an error."""
+
+    holder: Holder
+    key: bytes
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFrom:
+    """Bring the bytes into the target. The answer: None, or an error. Afterwards nothing writes to the target."""
+
+    holder: Holder
+    loan: LentChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """The answer: whether the bytes in the target have this digest."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """The loan is needed no more. Nothing is waited for; the answer means nothing."""
+
+    holder: Holder
+    loan: LentChunk
+
+
+Action = LendFrom | ReadFrom | Verify | GiveBack
+Ended = LentChunk | AntiphonError | bool | None
+
+
+class Whereabouts:
+    """Which peers hold what, as far as the coordinator said lately, and which of them are used.
+
+    Args:
+        keys_max: keys that are remembered.
+        ttl_s: for how long.
+    """
+
+    def __init__(self, keys_max: int = 65_536, ttl_s: float = 10.0) -> None:
+        self._keys_max = keys_max
+        self._ttl_s = ttl_s
+        self._holders: OrderedDict[bytes, tuple[float, tuple[Holder, ...]]] = OrderedDict()
+        self._breakers: OrderedDict[tuple[str, str], Breaker] = OrderedDict()
+        self.counts: Counter[str] = Counter()
+
+    def located(self, key: bytes, holders: Sequence[Holder], now_s: float) -> None:
+        """The coordinator has answered."""
+        self._holders.pop(key, None)
+        if holders:
+            self._holders[key] = now_s + self._ttl_s, tuple(holders)
+            while len(self._holders) > self._keys_max:
+                self._holders.popitem(last=False)
+
+    def is_known(self, key: bytes, now_s: float) -> bool:
+        """Whether holders of the key are remembered."""
+        found = self._holders.get(key)
+        return found is not None and found[0] > now_s
+
+    def usable(self, key: bytes, now_s: float) -> list[Holder]:
+        """Holders that a call may go to now. Changes nothing."""
+        if not self.is_known(key, now_s):
+            return []
+        return [holder for holder in self._holders[key][1] if self._is_usable(holder, now_s)]
+
+    def _is_usable(self, holder: Holder, now_s: float) -> bool:
+        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        return breaker is None or breaker.is_closed or (breaker.state.value == "open" and now_s >= breaker.retry_at_s)
+
+    def take(self, holder: Holder, now_s: float) -> bool:
+        """Whether a call may go to the holder; where its breaker is open, for this one call."""
+        if not self._is_usable(holder, now_s):
+            return False
+        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        if breaker is not None and not breaker.is_closed:
+            breaker.probing()
+        return True
+
+    def absent(self, holder: Holder, key: bytes) -> None:
+        """The holder has it not, or not any more."""
+        found = self._holders.pop(key, None)
+        left = () if found is None else tuple(each for each in found[1] if each != holder)
+        if found is not None and left:
+            self._holders[key] = found[0], left
+
+    def failed(self, holder: Holder, now_s: float, reason: str) -> None:
+        """A call failed, or had no answer in time."""
+        name = (holder.instance, holder.incarnation)
+        breaker = self._breakers.setdefault(name, Breaker(RETRY_MIN_S, RETRY_MAX_S))
+        self._breakers.move_to_end(name)
+        if breaker.failed(now_s, reason):
+            self.counts["breakers_opened"] += 1
+        while len(self._breakers) > PEERS_MAX:
+            self._breakers.popitem(last=False)
+
+    def answered(self, holder: Holder) -> None:
+        """A call was answered in time."""
+        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        if breaker is not None and breaker.state.value == "half_open":
+            breaker.recovered()
+
+    def breakers(self) -> dict[str, dict[str, object]]:
+        """What is open, and why, by peer, for people."""
+        return {
+            f"{instance} ({incarnation})": {"state": breaker.state.value, "reason": breaker.reason}
+            for (instance, incarnation), breaker in self._breakers.items()
+            if not breaker.is_closed
+        }
+
+
+def pull(where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], float]) -> Generator[Action, Ended, bool]:
+    """Pulls one chunk into the target that whoever drives this has; returns whether it is there.
+
+    Args:
+        where: holders and breakers.
+        key: tier key.
+        wanted: what the bytes must mean.
+        clock: seconds.
+    """
+    for holder in where.usable(key, clock())[:HOLDERS_MAX]:
+        if not where.take(holder, clock()):
+            continue
+        try:
+            loan = yield LendFrom(holder, key, wanted)
+        except GeneratorExit:  # whoever drives this has a bug: the breaker must not wait for an answer
+            where.failed(holder, clock(), "the pull was given up")
+            raise
+        if isinstance(loan, AntiphonError):
+            where.counts["failed"] += 1
+            where.failed(holder, clock(), loan.message)
+            continue
+        where.answered(holder)
+        if not isinstance(loan, LentChunk):
+            where.counts["absent"] += 1
+            where.absent(holder, key)
+            continue
+        error = yield ReadFrom(holder, loan)
+        if isinstance(error, AntiphonError):
+            where.counts["failed"] += 1
+            where.failed(holder, clock(), error.message)
+            yield GiveBack(holder, loan)
+            continue
+        is_sound = yield Verify(loan.digest)
+        yield GiveBack(holder, loan)
+        if is_sound is True:
+            where.counts["pulled"] += 1
+            return True
+        where.counts["corrupt"] += 1
+        where.absent(holder, key)
+        where.failed(holder, clock(), "bytes that it sent had another digest than it said")
+    return False

@@ -1,0 +1,58 @@
+"""From the tiers of the command line to their stores, and to the options of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from antiphon.cache.tier_options import TierOptions, TiersOptions
+from antiphon.cache_server.probe import PROBE_NAME
+from antiphon.config.tier_spec import TierSpec
+from antiphon.core.errors import AntiphonError, ConfigError, TierError
+from antiphon.protocol.cache import GATE_TENANT
+from antiphon.storage.tier import TierStore
+from antiphon.storage.tiers import open_tier
+
+_GRACE_S = 0.5
+"""A store ends its calls itself after its timeout; the plan waits a little longer for that."""
+
+
+def open_stores(specs: Sequence[TierSpec]) -> list[TierStore]:
+    """The stores, in the same order.
+
+    Raises:
+        ConfigError: one cannot be opened. Those opened before are closed.
+    """
+    stores: list[TierStore] = []
+    try:
+        stores.extend(map(open_tier, specs))
+    except AntiphonError as error:
+        for store in stores:
+            store.close()
+        if isinstance(error, TierError):
+            raise ConfigError(f"the tier {specs[len(stores)].tier_name}: {error.message}", field="l2") from error
+        raise
+    return stores
+
+
+def tiers_options(
+    specs: Sequence[TierSpec], onboard_max_s: float, further: tuple[TierOptions, ...] = ()
+) -> TiersOptions:
+    """The options of the plan. What the server and the engines store to try themselves never leaves the arena.
+
+    Args:
+        further: tiers that no spec describes, behind the others.
+    """
+    tiers = tuple(
+        TierOptions(
+            name=spec.tier_name,
+            store=spec.store,
+            is_shared=spec.is_shared,
+            fetches_max=spec.fetches_max,
+            publishes_max=spec.publishes_max,
+            timeout_s=spec.timeout_s + _GRACE_S,
+            promotion_hits=spec.promotion_hits,
+        )
+        for spec in specs
+    )
+    private = frozenset({PROBE_NAME, GATE_TENANT})
+    return TiersOptions((*tiers, *further), onboard_max_s=onboard_max_s, private_tenants=private)

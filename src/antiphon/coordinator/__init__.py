@@ -1,0 +1,1 @@
+"""The coordinator: which cache servers are alive, and which holds what."""

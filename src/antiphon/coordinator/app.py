@@ -1,0 +1,77 @@
+"""The coordinator process: its life from start to signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from antiphon.config.cluster import cluster_secret
+from antiphon.config.coordinator_spec import CoordinatorSpec
+from antiphon.coordinator.admin import CoordinatorAdmin
+from antiphon.coordinator.directory import DirectoryOptions
+from antiphon.coordinator.server import Coordinator
+from antiphon.core.errors import StartError
+
+log = logging.getLogger("antiphon.coordinator")
+
+_BACKLOG = 1024
+
+
+async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], None]) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT.
+
+    Args:
+        announce: called with the coordinator and the port of its HTTP once both listen.
+
+    Raises:
+        ConfigError: an address that is not loopback and no secret, or one that cannot be used.
+        StartError: a port is taken.
+    """
+    secret = cluster_secret(spec.cluster_secret_file, spec.runtime_dir, [spec.host])
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopping.set)
+    options = DirectoryOptions(
+        members_max=spec.members_max,
+        placements_max=spec.placements_max,
+        heartbeat_timeout_s=spec.heartbeat_timeout_s,
+    )
+    coordinator = Coordinator(secret, options)
+    coordinator.listen(_listen(spec.host, spec.port))
+    try:
+        admin = CoordinatorAdmin(coordinator, spec.http_host)
+        try:
+            await admin.listen(spec.http_port)
+        except OSError as error:
+            raise _taken(spec.http_host, spec.http_port, "--http-port", error) from error
+        try:
+            announce(coordinator, admin.port)
+            await stopping.wait()
+        finally:
+            await admin.close()
+    finally:
+        await coordinator.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _taken(host, port, "--port", error) from error
+    return sock
+
+
+def _taken(host: str, port: int, flag: str, error: OSError) -> StartError:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return StartError(
+        f"cannot listen on {host}:{port}: {reason}", remedy=f"choose another {flag}, or stop what listens there"
+    )

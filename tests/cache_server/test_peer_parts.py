@@ -1,0 +1,235 @@
+"""The pure parts of sharing: whom a pull asks and believes, what a peer may lease, what the coordinator is told."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from antiphon.cache.events import ConnectionId
+from antiphon.cache.lending import Shelf, Wanted
+from antiphon.cache_server.peer_feed import Feed
+from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
+from antiphon.cache_server.peer_pull import GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
+from antiphon.core.errors import LeaseUnknown, PeerTimeout, PeerUnavailable
+from antiphon.core.namespace import NamespaceDigest
+from antiphon.protocol.peers import Events, Holder, LentChunk, Listing
+from tests.cache.test_lending import KEYS, WANTED, new_cache, store, tier_key
+
+KEY = bytes(32)
+LOAN = LentChunk(0, 7, 4096, bytes(16))
+ONE, TWO = Holder("one", "i", "host:1"), Holder("two", "i", "host:2")
+WISH = Wanted(NamespaceDigest(hashlib.sha256(b"n").digest()), None, 16)
+
+
+class Driver:
+    """Answers the actions of pulls from a script."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.where = Whereabouts(ttl_s=1_000.0)
+        self.said: list[str] = []
+        self.scripts: dict[str, Callable[[Any], Any]] = {
+            "LendFrom": lambda action: LOAN,
+            "ReadFrom": lambda action: None,
+            "Verify": lambda action: True,
+            "GiveBack": lambda action: None,
+        }
+        self.where.located(KEY, [ONE, TWO], self.now_s)
+
+    def pull(self) -> bool:
+        self.said = []
+        pulling = pull(self.where, KEY, WISH, lambda: self.now_s)
+        ended = None
+        while True:
+            try:
+                action = pulling.send(ended)
+            except StopIteration as stop:
+                return bool(stop.value)
+            name = type(action).__name__
+            holder = f" {action.holder.instance}" if isinstance(action, LendFrom | ReadFrom | GiveBack) else ""
+            self.said.append(name + holder)
+            ended = self.scripts[name](action)
+
+
+def test_a_pull_lends_reads_verifies_and_gives_back() -> None:
+    driver = Driver()
+    assert driver.pull()
+    assert driver.said == ["LendFrom one", "ReadFrom one", "Verify", "GiveBack one"]
+
+
+def test_a_peer_that_failed_once_is_left_alone_and_tried_again_later() -> None:
+    driver = Driver()
+    driver.scripts["LendFrom"] = lambda action: PeerTimeout("late") if action.holder == ONE else LOAN
+    assert driver.pull()
+    assert driver.said == ["LendFrom one", "LendFrom two", "ReadFrom two", "Verify", "GiveBack two"]
+    assert driver.pull()
+    assert driver.said[0] == "LendFrom two"
+    driver.now_s += 0.6
+    assert driver.pull()
+    assert driver.said[:2] == ["LendFrom one", "LendFrom two"]
+    driver.now_s += 0.6  # the wait has doubled
+    assert driver.pull()
+    assert driver.said[0] == "LendFrom two"
+    driver.now_s += 5.0
+    driver.scripts["LendFrom"] = lambda action: LOAN
+    assert driver.pull()
+    assert driver.said[0] == "LendFrom one"
+    assert driver.where.breakers() == {}
+
+
+def test_only_one_call_tries_a_peer_out() -> None:
+    driver = Driver()
+    driver.where.failed(ONE, driver.now_s, "down")
+    driver.now_s += 1.0
+    assert driver.where.take(ONE, driver.now_s)
+    assert not driver.where.take(ONE, driver.now_s)
+    driver.where.answered(ONE)
+    assert driver.where.take(ONE, driver.now_s)
+
+
+def test_a_pull_that_is_given_up_closes_nobody_out_for_good() -> None:
+    driver = Driver()
+    driver.where.failed(ONE, driver.now_s, "down")
+    driver.now_s += 1.0
+    pulling = pull(driver.where, KEY, WISH, lambda: driver.now_s)
+    assert isinstance(pulling.send(None), LendFrom)
+    pulling.close()
+    assert not driver.where.take(ONE, driver.now_s)
+    assert driver.where.take(ONE, driver.now_s + 5.0)
+
+
+def test_a_new_life_of_a_peer_is_not_blamed_for_the_last() -> None:
+    driver = Driver()
+    driver.where.failed(ONE, driver.now_s, "down")
+    again = Holder("one", "next", "host:1")
+    driver.where.located(KEY, [ONE, again], driver.now_s)
+    assert driver.where.usable(KEY, driver.now_s) == [again]
+
+
+def test_wrong_bytes_are_no_hit_and_open_the_breaker() -> None:
+    driver = Driver()
+    driver.scripts["Verify"] = lambda action: False
+    assert not driver.pull()
+    assert [word for word in driver.said if word.startswith("GiveBack")] == ["GiveBack one", "GiveBack two"]
+    assert driver.where.counts["corrupt"] == 2
+    assert len(driver.where.breakers()) == 2
+    assert not driver.where.is_known(KEY, driver.now_s)
+
+
+@pytest.mark.parametrize("answer", [None, PeerUnavailable("gone")])
+def test_a_holder_without_the_chunk_is_passed_over(answer: object) -> None:
+    driver = Driver()
+    driver.scripts["LendFrom"] = lambda action: answer if action.holder == ONE else LOAN
+    assert driver.pull()
+    assert driver.said[1] == "LendFrom two"
+    is_closed = answer is None
+    assert (driver.where.breakers() == {}) == is_closed
+
+
+def test_a_read_that_failed_gives_its_loan_back() -> None:
+    driver = Driver()
+    driver.scripts["ReadFrom"] = lambda action: PeerTimeout("hung")
+    assert not driver.pull()
+    assert driver.said == [
+        "LendFrom one",
+        "ReadFrom one",
+        "GiveBack one",
+        "LendFrom two",
+        "ReadFrom two",
+        "GiveBack two",
+    ]
+
+
+def test_what_is_known_is_bounded_and_gets_old() -> None:
+    where = Whereabouts(keys_max=3, ttl_s=1.0)
+    for number in range(5):
+        where.located(bytes([number]), [ONE], 0.0)
+    assert [where.is_known(bytes([number]), 0.5) for number in range(5)] == [False, False, True, True, True]
+    assert where.usable(bytes([4]), 1.5) == []
+
+
+# ---- what is lent ----------------------------------------------------------------------------------------------------
+
+
+def new_lender(cap_bytes: int = 64) -> tuple[Lender, Any]:
+    cache = new_cache()
+    shelf = Shelf(cache)
+    lender = Lender(lambda event: cache.step(event, 0.0)[0], shelf, 256, cap_bytes)  # type: ignore[arg-type, return-value]
+    for key in KEYS[:4]:
+        store(cache, key)
+    return lender, cache
+
+
+def test_a_peer_leases_up_to_its_cap_over_all_its_connections() -> None:
+    lender, cache = new_lender(cap_bytes=32)
+    first, second, other = (ConnectionId(FIRST_BORROWER + number) for number in (1, 2, 3))
+    lender.attach(first, "p", "i")
+    lender.attach(second, "p", "i")
+    lender.attach(other, "q", "i")
+    keys = [tier_key(key) for key in KEYS[:4]]
+    loans, num_capped = lender.lend(first, keys[:1], WANTED)
+    assert (len(loans), num_capped) == (1, 0)
+    loans, num_capped = lender.lend(second, keys, WANTED)
+    assert ([index for index, _ in loans], num_capped) == ([0], 3)
+    loans, num_capped = lender.lend(other, [*keys[:2], tier_key(KEYS[6])], WANTED)
+    assert ([index for index, _ in loans], num_capped) == ([0, 1], 0)
+    with pytest.raises(LeaseUnknown):
+        lender.loan(first, loans[0][1].lease)
+    assert lender.give_back(other, [loan.lease for _, loan in loans] + [12345]) == 2
+    assert lender.lent_bytes() == {"p/i": 32}
+    lender.detach(first)
+    lender.detach(second)
+    lender.detach(second)
+    assert lender.lent_bytes() == {}
+    assert lender.num_loans == 0
+    cache.validate()
+
+
+# ---- what the coordinator is told ------------------------------------------------------------------------------------
+
+
+def test_a_feed_lists_in_pages_and_goes_on_with_changes() -> None:
+    cache = new_cache(num_chunks=8)
+    shelf = Shelf(cache)
+    for key in KEYS[:3]:
+        store(cache, key)
+    feed = Feed(shelf, page_keys=2, page_changes=2)
+    first = feed.next()
+    store(cache, KEYS[3])  # while it is listed
+    second = feed.next()
+    assert isinstance(first, Listing)
+    assert isinstance(second, Listing)
+    assert (first.is_first, first.is_last, second.is_first, second.is_last) == (True, False, False, True)
+    assert first.keys + second.keys == b"".join(tier_key(key) for key in KEYS[:3])
+    changes = feed.next()
+    assert changes == Events(second.next_sequence, 1, ((True, tier_key(KEYS[3])),))
+    assert feed.next() is None
+    for key in KEYS[4:7]:
+        store(cache, key)
+    told = [feed.next(), feed.next()]
+    assert [each.num_events for each in told if isinstance(each, Events)] == [2, 1]
+    feed.restart()
+    again = feed.next()
+    assert isinstance(again, Listing)
+    assert again.is_first
+
+
+def test_a_feed_without_chunks_lists_none() -> None:
+    feed = Feed(Shelf(new_cache()))
+    assert feed.next() == Listing(True, True, 1, b"")
+    assert feed.next() is None
+
+
+def test_a_feed_that_lost_changes_lists_again() -> None:
+    cache = new_cache(num_chunks=8)
+    feed = Feed(Shelf(cache, num_changes_max=2))
+    feed.next()
+    for key in KEYS[:5]:
+        store(cache, key)
+    again = feed.next()
+    assert isinstance(again, Listing)
+    assert again.keys == b"".join(tier_key(key) for key in KEYS[:5])
+    assert Verify(bytes(16)) == Verify(bytes(16))
