@@ -361,7 +361,18 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ended_regions)
     @rule(number=pick, is_abort=st.booleans())
     def use_stale_handle(self, number: int, is_abort: bool) -> None:
-        connection, region = self.ended_regions[number % len(self.ended_regions)]
+        reserved = {
+            (connection, reservation.region.offset_bytes)
+            for (connection, _), reservation in self.model.reservations.items()
+        }
+        # Where the same process writes at the same place again, a handle differs by its generation alone.
+        telling = [
+            (connection, region)
+            for connection, region in self.ended_regions
+            if (connection, region.offset_bytes) in reserved
+        ]
+        found = telling if telling and number % 4 else self.ended_regions
+        connection, region = found[number % len(found)]
         if connection in self.model.connections and (connection, region.generation) not in self.model.reservations:
             kind = Abort if is_abort else Commit
             self.refused(kind(connection, (region,)), StaleHandle)

@@ -18,7 +18,8 @@ from antiphon.cache.states import TRANSITIONS, State, assert_listed
 from tests.cache.planted import BUGS, Plant
 from tests.cache.state_machine import CacheMachine
 
-EXAMPLES_MAX = 200
+EXAMPLES_MAX = 600
+"""The rarest needs about 100: which examples come depends on the constants in the code."""
 
 BOUNDED = settings(
     max_examples=EXAMPLES_MAX,
@@ -52,7 +53,9 @@ def test_examples_pass_without_a_bug_and_take_every_transition(monkeypatch: pyte
     monkeypatch.setattr(index, "assert_listed", counting)
     monkeypatch.setattr(leases, "assert_listed", counting)
     for is_first in (True, False, False, False):  # the first ones suffice; a changed rule may need others
-        run_state_machine_as_test(ModelOnly, settings=settings(BOUNDED, derandomize=is_first))
+        run_state_machine_as_test(
+            ModelOnly, settings=settings(BOUNDED, max_examples=EXAMPLES_MAX // 3, derandomize=is_first)
+        )
         if TRANSITIONS.keys() == taken.keys():
             break
     assert TRANSITIONS.keys() - taken.keys() == set()

@@ -87,7 +87,7 @@ TABLE: Final[dict[Stage, dict[type[Event], Handler]]] = {
 }
 
 
-_ENGINE_EVENTS: Final = ENGINE_EVENTS
+_ENGINE_EVENTS: Final = ENGINE_EVENTS  # a name of this module is looked up once, when it is compiled
 
 
 def step(life: Life, event: Event, now_s: float, chance: float) -> list[Command]:
