@@ -56,6 +56,8 @@ real: install-dev  ## tests with real vLLM engines (ten minutes)
 
 soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the router, MINUTES (20) of traffic, the benches
 	@$(ANTIPHON) sim cache --seeds $(SEEDS) --validate-every 4
+	@$(ANTIPHON) sim cache --tiers --seeds $(SEEDS) --validate-every 4
+	@$(ANTIPHON) sim peers --seeds $(SEEDS)
 	@$(ANTIPHON) sim routing --seeds $(SEEDS) --validate-every 4
 	@ANTIPHON_NUM_ABORTS=$(ABORTS) "$(VENV)/bin/python" -m pytest -q -s tests/process/test_abort_storm.py
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
@@ -64,6 +66,8 @@ soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the ro
 	@$(ANTIPHON) sim fleet
 	@$(ANTIPHON) bench cache
 	@$(ANTIPHON) bench router
+	@$(ANTIPHON) bench peers
+	@$(ANTIPHON) bench tiers
 
 clean:  ## remove .venv and every cache in this folder (the demo model stays in your cache folder)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -5,12 +5,15 @@ Out of scope: how fast anything is.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from antiphon.bench import tiers
 from antiphon.bench.tiers import TiersBenchOptions, run_tiers_bench
+from antiphon.cli.main import main
 from antiphon.config.tier_spec import TierSpec, parse_tier
 from antiphon.core.errors import TierCorrupt, TierError
 from antiphon.core.units import KIB, MIB
@@ -55,3 +58,14 @@ def test_a_tier_that_damages_chunks_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tiers, "open_tier", lambda spec: store)
     with pytest.raises(TierCorrupt):
         run_tiers_bench(options(parse_tier("memory://?capacity_gb=0.1")), lambda line: None)
+
+
+def test_the_verb_makes_a_disk_tier_and_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = CliRunner().invoke(main, ["bench", "tiers", "--quick"])
+    assert done.exit_code == 0, done.output
+    assert "disk: store, of plain calls" in done.output
+    assert list(tmp_path.iterdir()) == []
+    refused = CliRunner().invoke(main, ["bench", "tiers", "--l2", "nfs://x"])
+    assert refused.exit_code == 2
+    assert "nfs:// is no tier" in refused.output

@@ -14,6 +14,7 @@ from antiphon.cache.lending import Shelf, held_state
 from antiphon.cache.machine import Cache
 from antiphon.cache.tier_jobs import JobKind, Outcome
 from antiphon.cache.tier_options import TierOptions, TiersOptions
+from antiphon.core.chunks import ChunkKey
 from tests.cache.test_tiers import TierWorld, key_of
 from tests.cache.world import CHUNK_SIZE_TOKENS, World, namespace, options, prompt_keys
 
@@ -120,9 +121,11 @@ def test_a_refused_store_ends_the_wait_and_is_not_waited_for_afterwards() -> Non
 def test_what_is_remembered_of_refused_stores_is_bounded() -> None:
     world = HereWorld(num_chunks=1)
     awaiting = world.cache._books.tiers.onboardings.awaiting  # type: ignore[union-attr]
-    for number in range(REFUSED_MAX + 10):
-        awaiting.refused(number.to_bytes(32, "big"))  # type: ignore[arg-type]
+    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(REFUSED_MAX + 10)]
+    for key in keys:
+        awaiting.refused(key)
     awaiting.validate()
+    assert [awaiting.was_refused(keys[number]) for number in (0, 9, 10, -1)] == [False, False, True, True]
 
 
 def test_a_fast_engine_waits_long_enough_for_a_copy() -> None:

@@ -115,6 +115,10 @@ class StandIn:
     def tiers(self) -> list[object]:
         return []
 
+    @property
+    def handoffs(self) -> Counter[str]:
+        return Counter(here=1)
+
     def leases(self) -> list[LeaseView]:
         books = self.cache._books
         return [

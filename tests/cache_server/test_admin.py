@@ -122,10 +122,11 @@ async def test_status_of_an_empty_server(server: StandIn, admin: AdminServer) ->
         "tokens": {
             "lookup": 0,
             "hit": 0,
-            "reported": {"device": 0, "l1": 0, "l2": 0, "remote_prefill": 0, "computed": 0},
+            "reported": {"device": 0, "l1": 0, "l2": 0, "peer": 0, "remote_prefill": 0, "computed": 0},
         },
         "reports": {"count": 0, "prompt_tokens": 0, "mismatched": 0, "aborted": 0},
         "leases": {"count": 0, "by_state": {}, "leased_bytes": 0, "oldest_age_s": 0.0},
+        "handoffs": {"here": 1},
         "engines": [],
         "tenants": {},
     }
@@ -147,7 +148,7 @@ async def test_status_of_a_server_in_use(server: StandIn, admin: AdminServer) ->
     l1 = status["storage_manager"]["l1_manager"]
     assert (l1["total_object_count"], l1["memory_used_bytes"], l1["read_locked_count"]) == (4, 4 * PAGE, 2)
     assert l1["memory_usage_ratio"] == 0.25
-    reported = {"device": 1, "l1": 514, "l2": 0, "remote_prefill": 3, "computed": 92}
+    reported = {"device": 1, "l1": 514, "l2": 0, "peer": 0, "remote_prefill": 3, "computed": 92}
     assert status["tokens"] == {"lookup": 768, "hit": 512, "reported": reported}
     assert status["reports"] == {"count": 2, "prompt_tokens": 1200, "mismatched": 1, "aborted": 0}
     assert (status["leases"]["count"], status["leases"]["by_state"]) == (1, {"held": 1})

@@ -87,6 +87,7 @@ async def test_reports_are_what_engines_said(server: StandIn, admin: AdminServer
                 "l1": 2,
                 "remote_prefill": 3,
                 "l2": 0,
+                "peer": 0,
                 "computed": 4,
                 "num_preemptions": 0,
                 "finish": "finished",

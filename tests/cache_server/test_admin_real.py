@@ -68,7 +68,7 @@ async def test_figures_of_a_server_in_use(served: Served) -> None:
         assert (status["instance"], status["incarnation"]) == ("t", server.incarnation)
         l1 = status["storage_manager"]["l1_manager"]
         assert (l1["total_object_count"], l1["memory_used_bytes"], l1["read_locked_count"]) == (3, 3 * MIB, 1)
-        reported = {"device": 0, "l1": 256, "l2": 0, "remote_prefill": 0, "computed": 344}
+        reported = {"device": 0, "l1": 256, "l2": 0, "peer": 0, "remote_prefill": 0, "computed": 344}
         assert status["tokens"] == {"lookup": 512, "hit": 256, "reported": reported}
         process = {"role": "worker-0", "pid": os.getpid(), "gate": "failed", "detail": "byte 3 differs"}
         names = {"engine": "P", "incarnation": "life", "model": "m"}

@@ -37,6 +37,8 @@ class EngineRequest:
     max_new_tokens: int
     salt: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    answered: dict[str, Any] | None = None
+    """``kv_transfer_params`` of its answer."""
     num_prompt_tokens: int = 0
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
@@ -163,7 +165,7 @@ class Engine:
         request.status = status
         computed = request.table[: -(-request.num_computed_tokens // BLOCK_SIZE)]
         is_held_back, params = self.scheduler.request_finished_all_groups(request, (computed,))
-        assert params is None
+        request.answered = params
         self.outputs[request.request_id] = request.all_token_ids[request.num_prompt_tokens :]
         if not (is_delayed or is_held_back):
             self._free_finished(request)

@@ -204,6 +204,7 @@ class FakeSession:
         alone = Releases(lambda: self if self.is_open else None, options.owed_releases_max, QuietLog(log))
         self.releases = alone if releases is None else releases
         self.instance, self.incarnation = server.instance, server.incarnation
+        self.peer_address = ""
         self.arena = server.owner.mapping if options.needs_arena else None
         self.connection = server.attach(options)
         self.is_open = True

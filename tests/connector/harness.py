@@ -121,6 +121,7 @@ class Harness:
         can_store: bool = True,
         can_load: bool = True,
         store_jobs_max: int = 8,
+        engine: str = "engine",
     ) -> None:
         self.faults = Faults()
         logging.getLogger("antiphon.connector").addHandler(self.faults)
@@ -137,7 +138,7 @@ class Harness:
         self._numbers = itertools.count(1)
         self.server: FakeServer | None = self.new_server() if has_server and real_port is None else None
         facts = SimpleNamespace(
-            engine="engine",
+            engine=engine,
             incarnation="1",
             model=SimpleNamespace(model_name="model"),
             layout=self.layout,

@@ -35,12 +35,13 @@ def test_it_waits_longer_than_for_an_answer_and_counts_what_came_from_a_tier(new
     answer = harness.server.answer(pending.session.connection, pending.body)
     assert isinstance(answer, calls.Found)
     pending.session.queue.clear()
-    pending.complete(msgspec.structs.replace(answer, fetched=(("l2", (1, 2)),)))
+    pending.complete(msgspec.structs.replace(answer, fetched=(("l2", (1,)), ("peer", (2,)))))
     harness.step()
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
     harness.settle()
     report = harness.report_of(request)
-    assert (report.device, report.l1, report.l2, report.remote_prefill, report.computed) == (0, 8, 16, 0, 4)
+    assert (report.device, report.l1, report.l2, report.peer) == (0, 8, 8, 8)
+    assert (report.remote_prefill, report.computed) == (0, 4)
     harness.assert_idle()
 
 
@@ -61,16 +62,20 @@ def test_lookups_say_how_long_they_wait(new_harness: NewHarness) -> None:
     assert pending.body.onboard_s == 600.0
 
 
-@pytest.mark.parametrize(("start", "end", "num_tokens"), [(0, 32, 16), (8, 20, 12), (12, 16, 4), (24, 32, 0)])
-def test_tokens_of_a_tier_are_those_of_its_chunks(start: int, end: int, num_tokens: int) -> None:
-    promise = Promise(None, 1, (), 32, 0.0, l2_chunks=frozenset({1, 2}))
-    assert promise.num_l2_tokens(start, end, 8) == num_tokens
+@pytest.mark.parametrize(
+    ("start", "end", "l2", "peer"), [(0, 32, 16, 8), (8, 20, 12, 0), (12, 16, 4, 0), (20, 28, 4, 4), (24, 32, 0, 8)]
+)
+def test_tokens_of_a_source_are_those_of_its_chunks(start: int, end: int, l2: int, peer: int) -> None:
+    fetched = (("disk", (1,)), ("peer", (3,)), ("redis", (2,)))
+    promise = Promise(None, 1, (), 32, 0.0).with_fetched(fetched)
+    assert promise.num_fetched_tokens(start, end, 8) == (l2, peer)
 
 
 def test_loaded_tokens_have_one_source_each() -> None:
     sources = Sources()
-    sources.step(24, 4, local_tokens=8, is_from_l1=True, prompt=28, l2_tokens=10)
-    assert (sources.device, sources.l1, sources.l2, sources.computed, sources.total) == (8, 6, 10, 4, 28)
+    sources.step(24, 4, local_tokens=8, is_from_l1=True, prompt=28, fetched_tokens=(7, 3))
+    assert (sources.device, sources.l1, sources.l2, sources.peer) == (8, 6, 7, 3)
+    assert (sources.computed, sources.total) == (4, 28)
 
 
 def test_the_speed_is_that_of_steps_that_prefill() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.observe.receipt import Receipt, ReceiptRing
+from antiphon.observe.token_sources import LegTokens, ReportedTokens
 
 
 def receipt(number: int) -> Receipt:
@@ -23,6 +24,7 @@ def test_a_receipt_at_its_start() -> None:
         "created_unix_s": 1.5,
         "path": "",
         "reason": "",
+        "handoff": "none",
         "num_held_tokens": None,
         "stream": False,
         "client_request_id": None,
@@ -102,3 +104,29 @@ def test_a_receipt_can_be_filled_in_after_it_was_added() -> None:
 def test_a_negative_size_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         ReceiptRing(-1)
+
+
+@pytest.mark.parametrize(
+    ("handed_over_by", "num_handed_over", "says"),
+    [
+        (None, None, "none"),
+        (None, 0, "none"),
+        ("cache", None, None),
+        ("cache", 512, "cache"),
+        ("cache", 0, "none"),
+        ("nixl", 512, "nixl"),
+        ("nixl", 0, "none"),
+        ("nixl", None, None),
+    ],
+)
+def test_the_hand_over_that_served_is_the_one_that_the_decode_engine_had_tokens_from(
+    handed_over_by: str | None, num_handed_over: int | None, says: str | None
+) -> None:
+    one = receipt(1)
+    one.handed_over_by = handed_over_by
+    if num_handed_over is not None:
+        one.reported = ReportedTokens()
+        one.reported.add(
+            "decode", LegTokens("d", "1", 600, 0, 0, num_handed_over, 600 - num_handed_over, 0, "finished")
+        )
+    assert one.handoff == says

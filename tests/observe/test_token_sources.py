@@ -52,6 +52,26 @@ CASES = {
         leg(100, l2=64, remote=35, computed=1),
         {"device": 0, "l1": 0, "l2": 64, "computed": 36},
     ),
+    "P has some from another cache server": (
+        leg(100, l1=32, computed=36, peer=32),
+        leg(100, device=40, remote=59, computed=1),
+        {"device": 40, "l1": 0, "peer": 24, "computed": 36},
+    ),
+    "D has some from another cache server": (
+        leg(100, computed=100),
+        leg(100, l2=32, peer=32, remote=35, computed=1),
+        {"device": 0, "l1": 0, "l2": 32, "peer": 32, "computed": 36},
+    ),
+    "P has some from a tier and some from another server, all handed over": (
+        leg(100, l2=32, peer=16, computed=52),
+        leg(100, remote=99, computed=1),
+        {"device": 0, "l1": 0, "l2": 32, "peer": 16, "computed": 52},
+    ),
+    "P has some from a tier and some from another server, a part handed over": (
+        leg(100, l2=32, peer=16, computed=52),
+        leg(100, device=40, remote=59, computed=1),
+        {"device": 40, "l1": 0, "computed": 52, "unknown": 8},
+    ),
     "P has all but the last token itself": (
         leg(100, device=99, computed=1),
         leg(100, remote=99, computed=1),
@@ -218,6 +238,8 @@ any_leg = st.builds(
     l1=counts,
     remote_prefill=counts,
     computed=counts,
+    l2=counts,
+    peer=counts,
     num_preemptions=st.integers(0, 1),
     finish=st.sampled_from(["finished", "aborted"]),
 )
@@ -261,6 +283,7 @@ def test_a_leg_as_json() -> None:
         "l1": 0,
         "remote_prefill": 0,
         "l2": 0,
+        "peer": 0,
         "computed": 6,
         "num_preemptions": 0,
         "finish": "finished",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.process.ray_cluster import ray_cluster
+from tests.process.ray_cluster import ray_app, ray_cluster
 
-__all__ = ["ray_cluster"]
+__all__ = ["ray_app", "ray_cluster"]

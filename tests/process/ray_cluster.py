@@ -1,4 +1,5 @@
-"""One local Ray a test session, for the tests of the Ray Serve application: small, on loopback, without dashboard.
+"""One local Ray a test session, and one application on it, for the tests of the Ray Serve application: small, on
+loopback, without dashboard.
 
 It runs in a process of its own (``ray_host.py``), so that pytest imports no Ray. What Ray starts ends with that
 process, and that with the tests.
@@ -8,18 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from antiphon.ray.listeners import app_listeners
 from tests.process.deployment import marked_pids
 from tests.router.stack import Answer, ask, quiet_ports, wait_for
 
@@ -27,6 +31,19 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
 CALL_TIMEOUT_S = 100.0
 NUM_CPUS = 4
+NUM_GPUS = 3
+"""Of which Ray is told; there are none."""
+APP = f"pd-{os.getpid()}"
+"""Processes are found by it, on a machine that may have other applications."""
+DELAYS = {
+    "upscale_delay_s": 2,
+    "downscale_delay_s": 4,
+    "look_back_period_s": 3,
+    "metrics_interval_s": 0.5,
+}
+CHANGE = re.compile(
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d+).* -- Antiphon scales (\w+) from (\d+) to (\d+) engines: (.*)"
+)
 HOST = Path(__file__).parent / "ray_host.py"
 
 
@@ -37,7 +54,7 @@ class RayCallFailed(AssertionError):
 class RayCluster:
     """A Ray of one node, and Serve on it."""
 
-    def __init__(self, preexec: Callable[[], None]) -> None:
+    def __init__(self, preexec: Callable[[], None], num_gpus: int = 0) -> None:
         # Not below the folder of the test, whose name is too long for the path of a socket.
         self.folder = Path(tempfile.mkdtemp(prefix="ar-"))
         self.http_port = quiet_ports(1)
@@ -51,7 +68,12 @@ class RayCluster:
             "HOME": str(self.folder),
             "PYTHONPATH": str(HOST.parents[2]),
         }
-        options = {"num_cpus": NUM_CPUS, "temp_dir": str(self.folder), "http_port": self.http_port}
+        options = {
+            "num_cpus": NUM_CPUS,
+            "num_gpus": num_gpus,
+            "temp_dir": str(self.folder),
+            "http_port": self.http_port,
+        }
         self._log = self.folder / "host.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -101,7 +123,7 @@ class RayCluster:
     def delete(self, app: str) -> None:
         """Delete an application; nothing of it may be left."""
         self.call("delete", name=app)
-        wait_for(lambda: not marked_pids(app), f"nothing of {app} is left", 20.0)
+        wait_for(lambda: not marked_pids(app), f"nothing of {app} is left", 30.0)
 
     def stop(self) -> None:
         """End everything."""
@@ -135,11 +157,74 @@ class RayCluster:
 @pytest.fixture(scope="session")
 def ray_cluster(die_with_parent: Callable[[], None]) -> Iterator[RayCluster]:
     """The one Ray of the session."""
-    cluster = RayCluster(die_with_parent)
+    cluster = RayCluster(die_with_parent, NUM_GPUS)
     try:
         yield cluster
     finally:
         cluster.stop()
+
+
+class App:
+    """The application, and the ways to it."""
+
+    def __init__(self, cluster: RayCluster, router_port: int, config: dict[str, Any]) -> None:
+        self.cluster = cluster
+        self.router_port = router_port
+        self.config = config
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {"serve": self.cluster.http_port, "router": self.router_port}
+
+    def post(self, path: str, body: Any, **rest: Any) -> Answer:
+        return self.cluster.ask("POST", path, body, **rest)
+
+    def engines(self, role: str) -> list[dict[str, Any]]:
+        return [info for info in self.cluster.engines(APP).values() if info["role"] == role]
+
+    def rows(self, role: str) -> list[dict[str, Any]]:
+        rows = ask(self.router_port, "GET", "/endpoints").json["endpoints"]
+        return [row for row in rows if row["role"] == role]
+
+    def num_ready(self, role: str) -> int:
+        return sum(row["state"] == "ready" and not row["is_warming"] for row in self.rows(role))
+
+    def sizes(self) -> tuple[int, int]:
+        return self.num_ready("prefill"), self.num_ready("decode")
+
+    def changes(self) -> list[tuple[float, str, int, int, str]]:
+        """What the policy has decided: when, for which pool, from and to how many, and why."""
+        found = []
+        for path in sorted((self.cluster.folder / "session_latest" / "logs" / "serve").glob("controller_*.log")):
+            for match in CHANGE.finditer(path.read_text(errors="replace")):
+                at_s = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1000
+                found.append((at_s, match[3], int(match[4]), int(match[5]), match[6]))
+        return found
+
+
+@pytest.fixture(scope="session")
+def ray_app(ray_cluster: RayCluster) -> Iterator[App]:
+    """P from one to two engines, D from two to three, as ``LLMConfig``s and ``serve.run`` make them. A prefill engine
+    does five prompts of the load of test_ray_scaling.py a second, a decode engine has room for six of the answers."""
+    port = quiet_ports(1)
+    config: dict[str, Any] = {
+        f"{role}_config": model_config(
+            autoscaling_config=DELAYS | {"min_replicas": lowest, "max_replicas": most}, graceful_shutdown_timeout_s=30
+        )
+        for role, (lowest, most) in {"prefill": (1, 2), "decode": (2, 3)}.items()
+    }
+    config["decode_config"]["deployment_config"]["ray_actor_options"] = {"num_gpus": 1}
+    config["antiphon"] = simulated(port)
+    config["antiphon"]["engine"]["simulated"] = {
+        "prefill_overhead_ms": 0,
+        "prefill_tokens_per_s": 1600,
+        "decode_token_ms": 20,
+    }
+    config["antiphon"]["decode"] = {"simulated": {"kv_blocks": 160}}
+    ray_cluster.call("run", pd_config=config, name=APP)
+    yield App(ray_cluster, port, config)
+    ray_cluster.delete(APP)
+    assert not [each for each in app_listeners(APP) if each.owner != "ray"]
 
 
 def model_config(**deployment: Any) -> dict[str, Any]:

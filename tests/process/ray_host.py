@@ -73,9 +73,12 @@ def states(app: str) -> dict[str, dict[str, Any]]:
 
 
 def application(app: str) -> dict[str, str]:
-    """Its status and the message that Serve has for it; of one that there is not, ``NONE``."""
+    """Its status and what Serve says about it and its deployments; of one that there is not, ``NONE``."""
     found = serve.status().applications.get(app)
-    return {"status": str(found.status.value), "message": found.message} if found else {"status": "NONE", "message": ""}
+    if found is None:
+        return {"status": "NONE", "message": ""}
+    messages = [found.message, *(f"{name}: {each.message}" for name, each in found.deployments.items() if each.message)]
+    return {"status": str(found.status.value), "message": "\n".join(messages)}
 
 
 def engines(app: str) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def main() -> int:
     os.dup2(2, 1)  # what Ray prints is the log
     ray.init(
         num_cpus=options["num_cpus"],
-        num_gpus=0,
+        num_gpus=options["num_gpus"],
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=80 << 20,

@@ -1,86 +1,57 @@
 """The Ray Serve application on a local Ray with simulated engines.
 
 Goal: what a client gets through Serve's address is what it gets without Ray; each thing that Ray's own P/D does wrong
-is right here; what is killed comes back, no request hangs, and nothing is left. Method: one application for the file,
-from Python; the tests that kill come after those that ask; then the seed's YAML. Times are printed, not judged, but for
-bounds.
+is right here; what is killed comes back, no request hangs, and nothing is left. Method: the one application of the
+session, from Python; the tests that kill come after those that ask. Times are printed, not judged, but for bounds.
 
-Out of scope: the size of pools (test_ray_scaling.py); real engines (tests/real/test_ray.py).
+Out of scope: the size of pools (test_ray_scaling.py); what is deployed beside it or again (test_ray_deploys.py); real
+engines (tests/real/test_ray.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from antiphon.ray.listeners import app_listeners
 from tests.process.deployment import Load, marked_pids
-from tests.process.ray_cluster import RayCluster, fixed, model_config, simulated
-from tests.router.stack import Answer, RouterProcess, ask, metrics_of, quiet_ports, raw_request, sent, total, wait_for
+from tests.process.ray_cluster import APP, App
+from tests.router.stack import Answer, RouterProcess, ask, metrics_of, raw_request, sent, total, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
 
-APP = "pd"
-SEED = Path(__file__).parents[1] / "ray" / "data" / "nixl.yaml"
 BACK_WITHIN_S = 40.0
-START_WITHIN_S = 100.0
 PROMPT = "the quick brown fox jumps over the lazy dog"
 COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}
 ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 
 
-class App:
-    """The application, and the ways to it."""
+def complete(app: App, **fields: Any) -> Answer:
+    """Through Serve's address."""
+    timeout_s = fields.pop("timeout_s", None)
+    rest = {} if timeout_s is None else {"timeout_s": timeout_s}
+    return app.post("/v1/completions", COMPLETION | fields, **rest)
 
-    def __init__(self, cluster: RayCluster, router_port: int) -> None:
-        self.cluster = cluster
-        self.router_port = router_port
 
-    @property
-    def ports(self) -> dict[str, int]:
-        return {"serve": self.cluster.http_port, "router": self.router_port}
-
-    def post(self, path: str, body: Any, **rest: Any) -> Answer:
-        return self.cluster.ask("POST", path, body, **rest)
-
-    def complete(self, **fields: Any) -> Answer:
-        return self.post("/v1/completions", COMPLETION | fields)
-
-    def receipt(self, answer: Answer) -> dict[str, Any]:
-        """Closed, and asked for at Serve's address."""
-        path = f"/receipts/{answer.headers['x-antiphon-receipt']}?wait_s=5"
-        found: dict[str, Any] = self.cluster.ask("GET", path).json
-        assert found["outcome"], found
-        return found
-
-    def engines(self, role: str) -> list[dict[str, Any]]:
-        return [info for info in self.cluster.engines(APP).values() if info["role"] == role]
-
-    def num_ready(self, role: str) -> int:
-        rows = ask(self.router_port, "GET", "/endpoints").json["endpoints"]
-        return sum(row["role"] == role and row["state"] == "ready" and not row["is_warming"] for row in rows)
+def receipt_of(app: App, answer: Answer) -> dict[str, Any]:
+    """Closed, and asked for at Serve's address."""
+    path = f"/receipts/{answer.headers['x-antiphon-receipt']}?wait_s=5"
+    found: dict[str, Any] = app.cluster.ask("GET", path).json
+    assert found["outcome"], found
+    return found
 
 
 @pytest.fixture(scope="module")
-def app(ray_cluster: RayCluster) -> Iterator[App]:
-    """One prefill engine, two decode engines, as ``LLMConfig``s and ``serve.run`` make them."""
-    port = quiet_ports(1)
-    configs = {"prefill_config": model_config(**fixed(1)), "decode_config": model_config(**fixed(2))}
-    ray_cluster.call("run", pd_config=configs | {"antiphon": simulated(port)}, name=APP)
-    yield App(ray_cluster, port)
-    ray_cluster.delete(APP)
-    assert not [each for each in app_listeners(APP) if each.owner != "ray"]
+def app(ray_app: App) -> App:
+    return ray_app
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +84,7 @@ def test_an_answer_is_that_of_a_router_without_ray(app: App, plain: RouterProces
 
 
 def test_a_receipt_through_serve_says_what_one_without_ray_says(app: App, plain: RouterProcess) -> None:
-    ours, theirs = app.receipt(app.complete()), plain.receipt(plain.ask("POST", "/v1/completions", COMPLETION))
+    ours, theirs = receipt_of(app, complete(app)), plain.receipt(plain.ask("POST", "/v1/completions", COMPLETION))
     assert set(ours) == set(theirs)
     same = ("path", "reason", "outcome", "status", "route", "method")
     assert {name: ours.get(name) for name in same} == {name: theirs.get(name) for name in same}
@@ -125,7 +96,7 @@ def test_serves_address_has_the_routers_own_routes(app: App) -> None:
     ready = app.cluster.ask("GET", "/readiness")
     assert (ready.status, ready.json["decode"]) == (200, {"usable": 2, "total": 2})
     before = total(metrics_of(app.cluster.http_port), "requests_total")
-    app.complete()
+    complete(app)
     wait_for(lambda: total(metrics_of(app.cluster.http_port), "requests_total") == before + 1, "the request is counted")
     models = app.cluster.ask("GET", "/v1/models").json
     assert [model["id"] for model in models["data"]] == ["m"]
@@ -148,35 +119,35 @@ def test_clients_that_are_not_local_see_no_engines(app: App) -> None:
 
 def test_each_prompt_of_a_list_has_its_own_answer(app: App) -> None:
     prompts = ["capital cities of", "one two three"]
-    alone = [app.complete(prompt=prompt).text for prompt in prompts]
-    together = app.complete(prompt=prompts).json["choices"]
+    alone = [complete(app, prompt=prompt).text for prompt in prompts]
+    together = complete(app, prompt=prompts).json["choices"]
     assert [choice["text"] for choice in together] == alone
     assert alone[0] != alone[1]
 
 
 def test_n_answers_are_whole(app: App) -> None:
-    alone = app.complete().text
-    answer = app.complete(n=2)
+    alone = complete(app).text
+    answer = complete(app, n=2)
     assert answer.status == 200
     assert [choice["index"] for choice in answer.json["choices"]] == [0, 1]
     assert answer.json["choices"][0]["text"] == alone
 
 
 def test_min_tokens_reach_the_decode_engine_alone(app: App) -> None:
-    answer = app.complete(min_tokens=8, max_tokens=16)
+    answer = complete(app, min_tokens=8, max_tokens=16)
     assert (answer.status, answer.headers["x-antiphon-path"]) == (200, "pd")
     assert answer.json["usage"]["completion_tokens"] >= 8
 
 
 def test_a_client_may_not_hand_over(app: App) -> None:
-    answer = app.complete(kv_transfer_params={"do_remote_prefill": True})
+    answer = complete(app, kv_transfer_params={"do_remote_prefill": True})
     assert answer.status == 400
     assert "kv_transfer_params" in answer.error["message"]
     assert not any(word in answer.body.decode() for word in ("127.0.0.1", "actor", "pid"))
 
 
 def test_an_unknown_model_is_said_in_the_shape_of_openai(app: App) -> None:
-    answer = app.complete(model="nobody")
+    answer = complete(app, model="nobody")
     assert (answer.status, answer.error["type"]) == (404, answer.error["type"])
     assert "nobody" in answer.error["message"]
 
@@ -203,6 +174,21 @@ def test_nothing_of_the_application_is_reached_from_other_machines(app: App) -> 
     found = app_listeners(APP)
     assert {"prefill", "decode", "router", "ingress"} <= {each.name.partition("-")[0] for each in found}
     assert [each for each in found if not each.is_loopback and each.owner != "ray"] == []
+
+
+def test_each_engine_has_the_gpus_that_ray_gave_it(app: App) -> None:
+    """None where it asked for none: Ray would show it all of the node."""
+    shown = {
+        role: [
+            dict(item.partition(b"=")[::2] for item in Path(f"/proc/{info['pid']}/environ").read_bytes().split(b"\0"))
+            for info in app.engines(role)
+        ]
+        for role in ("prefill", "decode")
+    }
+    own = [variables[b"CUDA_VISIBLE_DEVICES"].decode() for variables in shown["decode"]]
+    assert sorted(own) == sorted(info["devices"][0] for info in app.engines("decode"))
+    assert len(set(own)) == 2
+    assert [variables.get(b"CUDA_VISIBLE_DEVICES", b"") for variables in shown["prefill"]] == [b""]
 
 
 def test_a_client_that_leaves_ends_its_request(app: App) -> None:
@@ -247,7 +233,7 @@ def killed_and_back(app: App, role: str, victim: Callable[[dict[str, Any]], int]
         load.wait_answers(8, time.monotonic())
     counts = load.check(may_lose_connection=False)
     print(f"{what}: its engine gone after {gone_s:.1f} s, the pool whole after {back_s:.1f} s; {dict(counts)}")
-    assert first["name"] not in app.cluster.engines(APP)
+    wait_for(lambda: first["name"] not in app.cluster.engines(APP), "it is no longer known", 15.0)
     return dict(counts)
 
 
@@ -280,7 +266,7 @@ def test_without_a_prefill_engine_a_request_fails_fast_and_none_hangs(app: App) 
     slowest_s, statuses = 0.0, set()
     while app.num_ready("prefill") == 0 or time.monotonic() - began_s < 1.0:
         asked_s = time.monotonic()
-        answer = app.complete(timeout_s=10.0)
+        answer = complete(app, timeout_s=10.0)
         slowest_s = max(slowest_s, time.monotonic() - asked_s)
         statuses.add(answer.status)
         assert answer.status == 200 or answer.error["code"], answer.body
@@ -289,7 +275,7 @@ def test_without_a_prefill_engine_a_request_fails_fast_and_none_hangs(app: App) 
     assert 503 in statuses
     assert statuses <= {200, 502, 503}
     assert slowest_s < 5.0
-    wait_for(lambda: app.complete().status == 200, "it answers again", 5.0)
+    wait_for(lambda: complete(app).status == 200, "it answers again", 5.0)
 
 
 @pytest.mark.parametrize("part", ["replica", "process"])
@@ -326,78 +312,7 @@ def received(client: socket.socket) -> bytes:
 def app_answers(app: App) -> Answer | None:
     """An answer of 200; anything else is one of those that a client may try again, and none hangs."""
     asked_s = time.monotonic()
-    answer = app.complete(timeout_s=20.0)
+    answer = complete(app, timeout_s=20.0)
     assert time.monotonic() - asked_s < 15.0
     assert answer.status in (200, 502, 503), answer.body
     return answer if answer.status == 200 else None
-
-
-# ---- the seed's file -------------------------------------------------------------------------------------------------
-
-
-def test_the_seeds_first_file_runs(app: App, tmp_path: Path) -> None:
-    """With another builder and model; simulated engines and a port are all that is said beside it."""
-    port = quiet_ports(1)
-    values = yaml.safe_load(SEED.read_text())
-    (application,) = values["applications"]
-    application["import_path"] = "antiphon.ray:build_pd_openai_app"
-    application["name"], application["route_prefix"] = "seed", "/seed"
-    for config in ("prefill_config", "decode_config"):
-        application["args"][config]["model_loading_config"]["model_id"] = "m"
-    ports, runtime_dir = quiet_ports(2), tempfile.TemporaryDirectory(prefix="ar-")
-    cache = {"enabled": True, "l1_size_bytes": "32MB", "port": ports, "http_port": ports + 1}
-    cache["runtime_dir"] = runtime_dir.name  # the path of a socket is short
-    application["args"]["antiphon"] = simulated(port, prefill_fallback="local") | {"cache": cache}
-    path = tmp_path / "serve.yaml"
-    path.write_text(yaml.safe_dump(values))
-    app.cluster.delete(APP)
-    try:
-        app.cluster.call("deploy", path=str(path))
-        app.cluster.wait_running("seed", START_WITHIN_S)
-        check_seed(app.cluster, port)
-        check_cache_server(port, ports + 1)
-    finally:
-        app.cluster.delete("seed")
-        runtime_dir.cleanup()
-
-
-def check_seed(cluster: RayCluster, port: int) -> None:
-    roles = [info["role"] for info in cluster.engines("seed").values()]
-    assert (roles.count("prefill"), roles.count("decode")) == (2, 6)
-    answers = [cluster.ask("POST", f"/seed{path}", body) for path, body in ROUTES.items()]
-    assert [answer.status for answer in answers] == [200, 200]
-    assert [answer.text for answer in answers] == [ask(port, "POST", path, body).text for path, body in ROUTES.items()]
-    assert {answer.headers["x-antiphon-path"] for answer in answers} == {"pd"}
-    for info in cluster.engines("seed").values():
-        if info["role"] == "prefill":
-            os.kill(info["pid"], signal.SIGKILL)
-    local = wait_for(
-        lambda: (answer := cluster.ask("POST", "/seed/v1/completions", COMPLETION)).status == 200 and answer,
-        "decode engines compute the prompts",
-        5.0,
-    )
-    assert local.headers["x-antiphon-path"] == "local"
-    assert local.text == answers[0].text
-
-
-def check_cache_server(router_port: int, http_port: int) -> None:
-    """One for the node, whose reports the router reads; one that is killed is started again."""
-    (pid,) = cache_servers()
-    assert ask(http_port, "GET", "/readiness").status == 200
-
-    def is_followed() -> bool:
-        (server,) = ask(router_port, "GET", "/status").json["cache_servers"]
-        return bool(server["is_up"])
-
-    wait_for(is_followed, "the router reads its reports", 10.0)
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: [each for each in cache_servers() if each != pid], "another cache server", 20.0)
-
-
-def cache_servers() -> list[int]:
-    found = []
-    for pid in marked_pids("seed"):
-        with contextlib.suppress(OSError):
-            if b"cache-server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found

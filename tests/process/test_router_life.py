@@ -222,6 +222,14 @@ def test_flags_that_cannot_work(flags: list[str], words: str) -> None:
     assert words in ran.output
 
 
+def test_a_router_may_start_without_engines(decode: EngineProcess, start_router: Start) -> None:
+    router = start_router("--allow-empty")
+    assert router.complete("x", 1).status == 503
+    (url,) = urls([decode], "decode")[1:]
+    assert router.ask("POST", "/endpoints", {"role": "decode", "url": url}).status == 201
+    wait_for(lambda: router.complete("x", 1).status == 200, "the engine that has come serves")
+
+
 @pytest.mark.parametrize("has_key", [False, True], ids=["no key", "key"])
 def test_public_address_is_warned_of(decode: EngineProcess, start_router: Start, tmp_path: Path, has_key: bool) -> None:
     (tmp_path / "key").write_text("secret")

@@ -39,6 +39,12 @@ cache:
   runtime_dir: {folder}
   quota_bytes: {{alice: 4MB}}
 """
+PEERS = """\
+  peers: true
+  peer_port: {peer_port}
+  coordinator_port: {coordinator}
+  coordinator_http_port: {coordinator_http}
+"""
 BACK_WITHIN_S = 5.0
 CACHES = ("cache-prefill", "cache-decode")
 
@@ -46,12 +52,12 @@ CACHES = ("cache-prefill", "cache-decode")
 class Cached:
     """A deployment whose cache servers have known ports and a runtime folder of their own."""
 
-    def __init__(self, folder: Path, preexec: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, preexec: Callable[[], None], more: str = "") -> None:
         self.calls_port, self.http_port = quiet_ports(2), quiet_ports(2)
         # Not below the folder of the test, whose name is too long for the path of a socket.
         self._short = tempfile.TemporaryDirectory(prefix="a-")
         self.runtime_dir = Path(self._short.name)
-        self.sections = SECTIONS.format(port=self.calls_port, http_port=self.http_port, folder=self.runtime_dir)
+        self.sections = SECTIONS.format(port=self.calls_port, http_port=self.http_port, folder=self.runtime_dir) + more
         self.up = Deployment(folder, preexec, self.sections)
 
     def told(self, index: int) -> dict[str, Any]:
@@ -182,3 +188,34 @@ def test_what_render_prints_for_a_server_starts_one(
             server.terminate()
         assert server.wait(10) == 0
     assert CacheServerSpec(l1_size_gb=0.032).l1_size_bytes == 32_000_000
+
+
+def test_they_share_through_a_coordinator_that_is_started_with_them(
+    tmp_path: Path, die_with_parent: Callable[[], None]
+) -> None:
+    """It is shown with what it knows; killed, it is back, and both servers join again; it ends with the others."""
+    peer_port, coordinator = quiet_ports(2), quiet_ports(2)
+    more = PEERS.format(peer_port=peer_port, coordinator=coordinator, coordinator_http=coordinator + 1)
+    made = Cached(tmp_path, die_with_parent, more)
+    try:
+        made.up.wait_ready()
+
+        def has_members() -> bool:
+            return made.up.rows()["coordinator"]["num_members"] == 2
+
+        wait_for(has_members, "both are members", BACK_WITHIN_S)
+        row = made.up.rows()["coordinator"]
+        assert (row["state"], row["role"], row["port"]) == ("ready", "coordinator", coordinator + 1)
+        assert all(made.told(index)["peers"]["is_member"] for index in (0, 1))
+        text = CliRunner().invoke(status, ["--state-dir", str(made.up.state_dir), "--name", made.up.name]).output
+        assert "coordinator knows 2 cache servers, which hold 0 different objects" in text
+        before = made.pids()
+        os.kill(before["coordinator"], signal.SIGKILL)
+        wait_for(lambda: made.up.rows()["coordinator"]["restarts"] == 1, "the restart", BACK_WITHIN_S)
+        wait_for(has_members, "both are members again", BACK_WITHIN_S)
+        after = made.pids()
+        assert {name for name in before if before[name] != after[name]} == {"coordinator"}
+        assert made.up.stop() == 0
+        assert marked_pids(made.up.name) == []
+    finally:
+        made.end()

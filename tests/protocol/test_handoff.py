@@ -12,6 +12,7 @@ from antiphon.protocol.handoff import (
     COMPLETION,
     GENERATE,
     MESSAGE,
+    PARAMS_OF,
     PREFILL_PARAMS,
     RESPONSE,
     Handoff,
@@ -214,3 +215,13 @@ def test_what_a_decode_engine_would_refuse_is_left_for_the_prefill_engine_to_ref
 )
 def test_the_last_usage_of_an_answer_is_read(answer: bytes, counts: tuple[int | None, int | None]) -> None:
     assert prompt_counts(answer) == prompt_counts(bytearray(answer)) == counts
+
+
+def test_a_prefill_whose_kv_goes_through_cache_servers_asks_for_that_and_for_nothing_of_nixl() -> None:
+    for handoff in (COMPLETION, RESPONSE, MESSAGE, GENERATE):
+        for client in (b'{"prompt":"x"}', b'{"prompt":"x","kv_transfer_params":null}'):
+            body = scan(client, handoff.replaced)
+            usual = json.loads(b"".join(handoff.prefill_body(body)))
+            made = json.loads(b"".join(handoff.prefill_body(body, PARAMS_OF["cache"])))
+            assert made == usual | {"kv_transfer_params": {"antiphon_handoff": True}}
+            assert json.loads(b"".join(handoff.prefill_body(body, PARAMS_OF["nixl"]))) == usual

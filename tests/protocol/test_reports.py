@@ -26,6 +26,7 @@ REPORT: dict[str, Any] = {
     "l1": 2,
     "remote_prefill": 3,
     "l2": 0,
+    "peer": 0,
     "computed": 4,
     "num_preemptions": 0,
     "finish": "finished",
@@ -40,11 +41,11 @@ def page(*events: object, **fields: object) -> bytes:
 
 def test_what_the_cache_server_shows_is_what_the_router_reads() -> None:
     reports = Reports()
-    body = wire.Report("cmpl-é", "decode-0", "life", 10, 1, 2, 3, 4, 5, "aborted")
+    body = wire.Report("cmpl-é", "decode-0", "life", 10, 1, 2, 3, 4, 5, "aborted", b"", 6, 7)
     entry = report_of(reports.add(body))
     found, num_invalid = decode_page(page(entry))
     assert num_invalid == 0
-    assert found.events == (TokenReport(1, "cmpl-é", "decode-0", "life", 10, 1, 2, 3, 4, 5, "aborted"),)
+    assert found.events == (TokenReport(1, "cmpl-é", "decode-0", "life", 10, 1, 2, 3, 4, 5, "aborted", "", 6, 7),)
     # Each field that the router reads is one that the server sends, under the same name.
     assert set(TokenReport.__struct_fields__) <= set(entry)
     assert {field.name for field in dataclasses.fields(reports.add(body))} == set(REPORT)

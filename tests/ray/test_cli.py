@@ -58,7 +58,6 @@ def test_secrets() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--from-ray", str(DATA / "lmcache_nixl.yaml")), "hand-over through the cache"),
         (("--from-ray", "absent.yaml"), "cannot be read"),
         (("--from-ray", "x", "--ray"), "leave out --ray"),
         (("--from-ray", "x", "--set", "a=b"), "leave out --set"),

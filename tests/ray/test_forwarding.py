@@ -263,3 +263,32 @@ async def test_serve_may_start_and_stop_it(forwarder: Forwarder) -> None:
 
     await forwarder({"type": "lifespan"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+async def test_the_limit_of_connections_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request past it waits, and is refused; it does not begin another pool, with as many connections again."""
+    monkeypatch.setattr(module, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(module, "ROUTER_WAIT_S", 0.3)
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: bytes, writer: asyncio.StreamWriter) -> None:
+        begun.set()
+        await go_on.wait()
+        writer.write(OK)
+
+    router = Router(slow)
+    await router.start()
+
+    async def find() -> str:
+        return f"http://127.0.0.1:{router.port}"
+
+    forwarder = Forwarder(find, BODY_MAX, is_published=False)
+    first = asyncio.create_task(asked(forwarder, Client()))
+    async with asyncio.timeout(5):
+        await begun.wait()
+    assert [(await asked(forwarder, Client())).status for _ in range(2)] == [503, 503]
+    assert len(router.seen) == 1
+    go_on.set()
+    assert (await first).status == 200
+    forwarder.close()
+    await router.stop()

@@ -11,37 +11,47 @@ from typing import Any
 import pytest
 
 from antiphon.config.load import load_spec, read_mapping
-from antiphon.config.problems import SpecError
+from antiphon.config.tier_spec import parse_tier
 from antiphon.ray.lmcache_files import KEYS, interpret, not_built, read_lmcache_file, unreadable
-from antiphon.ray.mapping import mapped
+from antiphon.ray.mapping import Mapped, mapped
 from antiphon.ray.serve_file import read_serve_file
 from tests.ray.configs import DATA, LAPTOP, refused
 
 CONNECTOR = "engine_kwargs.kv_transfer_config.kv_connector"
 FILE = "runtime_env.env_vars.LMCACHE_CONFIG_FILE"
 NOBODY = 65534
+MOONCAKE_TIER = (
+    "mooncake://storage-server:49999?timeout_s=1.0&metadata=etcd%3A%2F%2Fmetadata-server%3A2379"
+    "&local_host=compute-node-001&segment_gb=3.3554432&protocol=rdma&devices=rdma0"
+)
 SAMPLES: dict[str, Any] = {"bool": True, "int": 4096, "GiB": 2, "text": "x", "list": ["UCX"], "any": "x"}
 
 
-def problems_of(name: str) -> dict[str, str]:
+def meaning_of(name: str) -> Mapped:
     application = read_serve_file(DATA / name)
-    with pytest.raises(SpecError) as caught:
-        mapped(application.args, folder=application.folder, machine=LAPTOP)
-    return {problem.field: problem.message for problem in caught.value.problems}
+    return mapped(application.args, folder=application.folder, machine=LAPTOP)
 
 
-def test_the_second_file_is_refused_for_the_hand_over_through_the_cache_alone() -> None:
-    found = problems_of("lmcache_nixl.yaml")
-    assert set(found) == {f"prefill_config.{CONNECTOR}", f"decode_config.{CONNECTOR}"}
-    assert all("hand-over through the cache (handoff.kind: cache), not built yet" in text for text in found.values())
+def test_the_second_file_hands_over_through_the_cache_servers() -> None:
+    found = meaning_of("lmcache_nixl.yaml")
+    assert found.spec.handoff.kind == "cache"
+    assert found.spec.cache.enabled
+    assert found.spec.prefill.kv_transfer_config is None, "the connector is made from the spec"
+    said = {notice.field: notice.message for notice in found.notices}
+    assert "handed over through the cache servers" in said[f"prefill_config.{CONNECTOR}"]
+    extra = "prefill_config.engine_kwargs.kv_transfer_config.kv_connector_extra_config"
+    assert "computed by the decode engine" in said[f"{extra}.discard_partial_chunks"]
+    assert any("between nodes nothing is handed over" in text for text in said.values())
 
 
-def test_the_third_file_is_refused_for_the_store_too() -> None:
-    found = problems_of("lmcache_mooncake.yaml")
-    assert f"prefill_config.{CONNECTOR}" in found
-    (text,) = {text for field, text in found.items() if FILE in field}
-    assert text.startswith("remote_url, extra_config.local_hostname")
-    assert text.endswith("a Mooncake store behind the cache servers, not built yet")
+def test_the_third_file_hands_over_through_a_mooncake_store() -> None:
+    found = meaning_of("lmcache_mooncake.yaml")
+    assert found.spec.handoff.kind == "cache"
+    (tier,) = map(parse_tier, found.spec.cache.l2)
+    assert (tier.url, tier.metadata) == ("mooncake://storage-server:49999", "etcd://metadata-server:2379")
+    assert (tier.local_host, tier.protocol, tier.devices) == ("compute-node-001", "rdma", "rdma0")
+    assert (tier.segment_gb, tier.timeout_s) == (3.3554432, 1.0)
+    assert not any("between nodes nothing" in notice.message for notice in found.notices)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +71,12 @@ def test_the_third_file_is_refused_for_the_store_too() -> None:
         (
             "lmcache_mooncake_store.yaml",
             "decode",
-            {"cache.chunk_size_tokens": 256, "cache.enabled": True, "cache.l1_size_bytes": 5 << 30},
+            {
+                "cache.chunk_size_tokens": 256,
+                "cache.enabled": True,
+                "cache.l1_size_bytes": 5 << 30,
+                "cache.l2": [MOONCAKE_TIER],
+            },
         ),
     ],
 )
@@ -83,6 +98,7 @@ def test_both_roles_of_the_second_file_agree() -> None:
 def test_every_key_meets_its_fate(name: str) -> None:
     key = KEYS[name]
     special = {"nixl_role": "sender", "nixl_buffer_device": "cpu", "nixl_buffer_size": 1 << 30}
+    special["remote_url"] = "mooncakestore://host:49999/"
     value = special.get(name, SAMPLES[key.kind])
     outer, _, inner = name.partition(".")
     found = interpret({outer: {inner: value} if inner else value}, "prefill", "f")
@@ -92,6 +108,8 @@ def test_every_key_meets_its_fate(name: str) -> None:
     elif key.fate == "refused":
         assert list(found.missing.values()) == [[name]]
         assert name in not_built(found, "f")[0].message
+    elif name.startswith("extra_config."):
+        assert (fields, found.values) == ([f"f: {name}"], {}), "an option of no store"
     elif name != "nixl_role":
         assert list(found.values) == [key.to]
         load_spec(None, {"model.path": "m", **found.values})
@@ -117,6 +135,7 @@ def test_a_value_that_asks_for_nothing_is_passed_over(name: str) -> None:
         ({"max_local_disk_size": False}, "f: max_local_disk_size", "must be a number"),
         ({"enable_nixl": "yes"}, "f: enable_nixl", "must be true or false"),
         ({"remote_url": 5}, "f: remote_url", "must be text"),
+        ({"remote_url": "mooncakestore://host"}, "f: remote_url", "write host and port of the master"),
         ({"extra_config": 5}, "f: extra_config", "not a known key"),
     ],
 )
@@ -194,3 +213,9 @@ def test_the_data_have_the_keys_of_the_table() -> None:
         raw = read_mapping(path)
         if "applications" not in raw:
             assert interpret(raw, "decode" if "decoder" in path.name else "prefill", "f").problems == []
+
+
+def test_another_store_is_refused_by_name() -> None:
+    found = interpret({"remote_url": "lm://host:65432"}, "prefill", "f")
+    assert found.missing == {"a remote store other than Mooncake": ["remote_url"]}
+    assert "cache.l2" not in found.values

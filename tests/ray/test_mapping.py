@@ -299,10 +299,11 @@ def test_with_gpus_nothing_is_filled_in() -> None:
             "proxy_deployment_config",
             "keep ingress_deployment_config",
         ),
-        ([("antiphon.supervisor.stop_grace_s", 5)], None, "Ray starts"),
+        ([("antiphon.supervisor.state_dir", "/x")], None, "Ray knows"),
         ([("antiphon.prefill.hosts", ["a"])], None, "Ray places"),
         ([("antiphon.decode.replicas", 2)], None, "autoscaling_config"),
         ([("antiphon.router.prot", 1)], None, "did you mean router.port?"),
+        ([("decode_config.model_loading_config.model_id", "other")], None, "make them equal"),
         ([("antiphon.model.path", "other")], "prefill_config.model_loading_config.model_id", "antiphon.model.path"),
         ([("antiphon.decode", 5)], None, "not a mapping"),
         (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from antiphon.config.problems import SpecError
-from antiphon.ray.plans import NOBODY, AppSettings, EnginePlace, engine_plan, own_url, router_plan, spec_name
-from tests.ray.configs import LAPTOP, Change, mapped_from
+from antiphon.ray.plans import AppSettings, EnginePlace, engine_plan, own_url, router_plan, spec_name
+from tests.ray.configs import GPU_HOST, LAPTOP, Change, mapped_from
 
 PLACE = EnginePlace("r1", "127.0.0.1", 9001, 9101, 9201, "127.0.0.1")
 SIMULATED: Change = ("antiphon.engine.kind", "simulated")
@@ -70,10 +70,29 @@ def test_the_router_starts_with_nobody() -> None:
     plan = router_plan(settings(("antiphon.router", {"port": 9500, "policy": "least_load"})), "127.0.0.1", LAPTOP)
     assert plan.base_url == "http://127.0.0.1:9500"
     assert plan.ready_path == "/health"
-    assert [word for word in plan.argv if word.startswith("http")] == [NOBODY] or "--cache-server" in plan.argv
-    assert plan.argv.count("--decode") == 1
-    assert "--prefill" not in plan.argv
+    assert "--allow-empty" in plan.argv
+    assert not {"--prefill", "--decode"} & set(plan.argv)
     assert flag(plan.argv, "--policy") == "least_load"
+
+
+def test_an_engine_has_the_gpus_that_ray_gives_it() -> None:
+    """Also where Ray is told not to set the variable in its workers."""
+    both = settings(("both.engine_kwargs.tensor_parallel_size", 2), ("both.accelerator_type", "H200"))
+    made = engine_plan(both, "decode", replace(PLACE, devices=("4", "6")), GPU_HOST)
+    assert made.plan.env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert flag(made.plan.argv, "--tensor-parallel-size") == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in engine_plan(settings(), "decode", PLACE, LAPTOP).plan.env
+
+
+def test_what_is_named_on_a_node_is_the_applications_own() -> None:
+    """Two applications on one node have cache servers, and their sockets, beside each other."""
+    cache: Change = ("antiphon.cache", {"shared": True})
+    argv = [engine_plan(settings(cache).named(app), "decode", PLACE, LAPTOP).server_plan for app in ("a", "b")]
+    assert argv[0] is not None
+    assert argv[1] is not None
+    assert flag(argv[0].argv, "--instance-id") != flag(argv[1].argv, "--instance-id")
+    written = settings(cache, ("antiphon.name", "mine"))
+    assert written.named("a") == written
 
 
 def test_a_published_router_is_reached_at_the_address_of_its_node() -> None:

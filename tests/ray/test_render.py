@@ -31,6 +31,8 @@ FIXED: dict[str, Any] = {
     "router.cache_servers": ["http://a:1"],
     "cache.quota_bytes": {"a": 2_000_000},
     "cache.host": "127.0.0.2",
+    "cache.l2": ["disk:///chunks?capacity_gb=1"],
+    "cache.coordinator_url": "http://a:1",
     "handoff.kind": "cache",
     "name": "mine",
 }
@@ -52,7 +54,7 @@ def again(spec: Spec) -> Spec:
 
 def dumped(spec: Spec) -> dict[str, Any]:
     """What the spec says; the pools hold what ``engine`` says, and the name of the model is always written."""
-    values = spec.model_dump(exclude={"engine", "supervisor"})
+    values = spec.model_dump(exclude={"engine": True, "supervisor": {"restart", "state_dir", "log_dir"}})
     values["model"]["served_name"] = spec.model.served
     for section in (values["prefill"], values["decode"]):
         if section["device"] == "cpu":  # what every engine on CPU gets is written in the file

@@ -46,7 +46,7 @@ class RouterProcess:
         body = {"model": "smollm2", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, **fields}
         answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=300)
         assert answer.status_code == 200, answer.text
-        receipt = httpx.get(f"{self.url}/receipts/{answer.headers['x-antiphon-receipt']}?wait=5", timeout=30).json()
+        receipt = httpx.get(f"{self.url}/receipts/{answer.headers['x-antiphon-receipt']}?wait_s=5", timeout=30).json()
         assert receipt["path"] == answer.headers["x-antiphon-path"]
         return answer.json()["choices"][0]["text"], receipt
 

@@ -29,7 +29,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run() -> Run:
     """The seeds, run once for all tests here."""
-    options = SimulationOptions.with_tiers(validate_every=5)
+    options = SimulationOptions.with_tiers(validate_every=10)
     found = Run([], 0, Counter())
     for result in run_seeds(1, NUM_SEEDS, options):
         found.num_seeds += 1

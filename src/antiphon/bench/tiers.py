@@ -48,6 +48,11 @@ class TiersBenchOptions:
     num_threads: int = 2
     num_rounds: int = 7
 
+    @classmethod
+    def quick(cls, tiers: Sequence[TierSpec]) -> TiersBenchOptions:
+        """Seconds: the figures say that it runs, not how fast it is."""
+        return cls(tiers, MIB, 4, 2, 2)
+
 
 @dataclass
 class _Best:

@@ -66,6 +66,19 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A prefill engine has stored the first chunks of a lookup, or is storing them: they are waited for.
+
+    Args:
+        num_chunks: of the lookup's keys, from the first on.
+        is_here: it stores them in this cache; else in another, from where a tier brings them.
+    """
+
+    num_chunks: int
+    is_here: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Lookup:
     """How much of this prefix is readable? What is reported is leased to the request.
 
@@ -76,6 +89,7 @@ class Lookup:
         onboard_s: how long it may wait for chunks of tiers; 0: what is in the arena is the answer.
         prefill_tokens_per_s: how fast the caller computes what it does not find; 0 where it does not know. The wait is
             shorter than that.
+        handed_over: what a prefill engine has left for it; None where there is none.
     """
 
     connection: ConnectionId
@@ -85,6 +99,7 @@ class Lookup:
     keys: tuple[ChunkKey, ...]
     onboard_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    handed_over: HandedOver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +174,7 @@ class TierDone:
     Args:
         job: as in its ``TierJob``.
         found: of ``ASK``: one a key.
+        gone: of ``ASK``, one a key or none at all: whether it is known that a chunk that was handed over does not come.
         keys: of ``LIST``: what is there, or None where the tier cannot say; of ``CLEAR``: what was removed.
         reason: for people, where it failed.
     """
@@ -166,6 +182,7 @@ class TierDone:
     job: JobId
     outcome: Outcome
     found: tuple[bool, ...] = ()
+    gone: tuple[bool, ...] = ()
     keys: tuple[TierKey, ...] | None = None
     reason: str = ""
 

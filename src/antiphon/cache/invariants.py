@@ -106,6 +106,7 @@ def _add_tiers(books: Books, writers: dict[Chunk, dict[int, tuple[int, ...]]]) -
         holds.update(waiter.held)
         assert books.connections.connections.get(waiter.connection.id) is waiter.connection, "nobody waits for a lookup"
         assert waiter.position < waiter.end, "a lookup waits for nothing"
+    onboardings.awaiting.validate()
     assert onboardings.held_bytes == sum(waiter.num_bytes for waiter in onboardings.waiters.values())
     for key, fetch in onboardings.fetches.items():
         assert fetch.key == key

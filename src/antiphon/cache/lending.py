@@ -15,9 +15,9 @@ It does not count a loan as a lookup: hits and misses are those of engines. It d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.effects import ChunkStored
@@ -29,7 +29,9 @@ from antiphon.cache.tier_key import Meaning, TierKey, meaning_of
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.namespace import FORMAT_VERSION, NamespaceDigest
 
-__all__ = ["Loan", "Shelf", "Wanted", "lend"]
+__all__ = ["HeldState", "Loan", "Shelf", "Wanted", "held_state", "lend"]
+
+HeldState = Literal["unseen", "reserved", "readable", "refused"]
 
 OWN_TENANTS: Final = "antiphon."
 """Tenants of the self-probe and of engines' gates begin so; no request's does."""
@@ -79,6 +81,8 @@ class Shelf:
         """Number that the next change will have."""
         self.read_to = 1
         """Number of the first event of the cache that was not taken up."""
+        self.on_stored: Callable[[TierKey, RegionHandle, int], None] = _nobody_cares
+        """Told of each chunk that can be lent from now on: its key, region and bytes."""
 
     def follow(self) -> None:
         """Takes up what the cache has stored and removed since the last time."""
@@ -112,6 +116,7 @@ class Shelf:
         self._by_chunk[key] = tier_key
         self.chunks[tier_key] = key
         self._note(True, tier_key)
+        self.on_stored(tier_key, chunk.region, chunk.binding.layout.chunk_bytes)
 
     def _removed(self, key: ChunkKey) -> None:
         tier_key = self._by_chunk.pop(key, None)
@@ -160,11 +165,26 @@ class Shelf:
         assert {key: chunk for chunk, key in self._by_chunk.items()} == self.chunks
 
 
+def _nobody_cares(key: TierKey, region: RegionHandle, num_bytes: int) -> None:
+    pass
+
+
 def is_meant(chunk: Chunk, wanted: Wanted) -> bool:
     """Whether the chunk's bytes mean to their borrower what they mean here."""
     binding = chunk.binding
     here = (binding.namespace, binding.layout.fingerprint, binding.layout.chunk_bytes, FORMAT_VERSION)
     return here == (wanted.namespace, wanted.fingerprint, wanted.num_bytes, wanted.format_version)
+
+
+def held_state(shelf: Shelf, tier_key: TierKey, key: ChunkKey) -> HeldState:
+    """How far the store of a chunk is that an engine here has handed over; after ``follow``."""
+    if shelf.chunks.get(tier_key) == key:
+        return "readable"
+    books = shelf._cache._books
+    if key in books.index.chunks:
+        return "reserved"
+    is_refused = books.tiers is not None and books.tiers.onboardings.awaiting.was_refused(key)
+    return "refused" if is_refused else "unseen"
 
 
 def lend(shelf: Shelf, borrower: ConnectionId, key: TierKey, wanted: Wanted) -> Loan | None:

@@ -8,6 +8,8 @@ Always true:
   really ended. It becomes readable only after its bytes were checked.
 - A lookup is answered at its deadline at the latest, with what is readable in one piece then. A fetch that is under way
   goes on, and what it brings is kept.
+- A chunk that was handed over is waited for although nobody has it yet: until it is stored, it is known not to come, or
+  the deadline (``awaiting``).
 - What waiting lookups hold stays within a share of the arena, and within what their engine may lease.
 """
 
@@ -18,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from antiphon.cache import reading, room
+from antiphon.cache.awaiting import WAIT_MIN_S, Awaiting, Handover
 from antiphon.cache.connections import Connection
 from antiphon.cache.effects import Onboarded, Onboarding, Removal
-from antiphon.cache.events import ConnectionId, Lookup, TicketId
+from antiphon.cache.events import ConnectionId, Lookup, TicketId, TierDone
 from antiphon.cache.index import Binding, Chunk
 from antiphon.cache.states import ChunkState, SlabState
 from antiphon.cache.tier import Running, Tier
@@ -51,6 +54,7 @@ class Waiter:
         num_asks: questions to tiers without an answer.
         num_bytes: bytes that it holds or has ordered, those that its engine has leased anyway left out.
         sources: places of the chunks that came from a tier, by the source's name.
+        handover: what was handed over of it; None where nothing was.
     """
 
     ticket: TicketId
@@ -65,6 +69,7 @@ class Waiter:
     num_asks: int = 0
     num_bytes: int = 0
     sources: dict[int, str] = field(default_factory=dict)
+    handover: Handover | None = None
     is_over: bool = False
 
 
@@ -91,10 +96,11 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """A question to a tier: which of these keys of a lookup are there?"""
+    """A question to a tier: which of these keys of a lookup are there? ``places``: of the keys in the lookup."""
 
     waiter: Waiter
     keys: tuple[TierKey, ...]
+    places: tuple[int, ...]
 
 
 class Onboardings:
@@ -108,6 +114,7 @@ class Onboardings:
         """What waits to be fetched, or is being fetched; not what is overdue."""
         self.held_bytes = 0
         """Of all waiters, a chunk once for each."""
+        self.awaiting = Awaiting(self)
         self._next_ticket = first_ticket
         self._deadlines: list[tuple[float, TicketId]] = []
 
@@ -121,22 +128,27 @@ class Onboardings:
             return None
         meaning = meaning_of(lookup.namespace, lookup.tenant, engine.model, engine.layout)
         num_max = self._num_expected(lookup, meaning, len(prefix))
+        handover = self.awaiting.handover_of(lookup)
+        if handover is not None:
+            num_max = max(num_max, handover.num_chunks)
         if num_max == len(prefix) or lookup.tenant in self.tiers.options.private_tenants:
             return None
         chunk_size_tokens = self.books.options.chunk_size_tokens
         wait_s = min(lookup.onboard_s, self.tiers.options.onboard_max_s)
         if lookup.prefill_tokens_per_s > 0:
             num_tokens = (num_max - len(prefix)) * chunk_size_tokens
-            wait_s = min(wait_s, PREFILL_SHARE * num_tokens / lookup.prefill_tokens_per_s)
+            wait_min_s = 0.0 if handover is None else WAIT_MIN_S
+            wait_s = min(wait_s, max(wait_min_s, PREFILL_SHARE * num_tokens / lookup.prefill_tokens_per_s))
         ticket = TicketId(self._next_ticket)
         self._next_ticket += 1
-        waiter = Waiter(ticket, lookup, connection, meaning, self.books.now_s + wait_s, end=len(lookup.keys))
+        deadline_s = self.books.now_s + wait_s
+        waiter = Waiter(ticket, lookup, connection, meaning, deadline_s, end=len(lookup.keys), handover=handover)
         self.waiters[ticket] = waiter
         heapq.heappush(self._deadlines, (waiter.deadline_s, ticket))
         for chunk in prefix:
             self._hold(waiter, chunk)
         waiter.position = waiter.ordered = len(prefix)
-        self._ask(waiter)
+        self.ask(waiter)
         self._order(waiter)
         if waiter.position >= waiter.end:  # no share is left for it
             self._let_go(waiter)
@@ -149,26 +161,28 @@ class Onboardings:
             return len(lookup.keys)
         for place in range(first, len(lookup.keys)):
             key = lookup.keys[place]
-            if key in self.fetches or self._is_readable(key):
+            if key in self.fetches or self.is_readable(key):
                 continue
             tier_key = meaning.key_of(key)
             if not any(tier.holds(tier_key) for tier in self.tiers.tiers):
                 return place
         return len(lookup.keys)
 
-    def _is_readable(self, key: ChunkKey) -> bool:
+    def is_readable(self, key: ChunkKey) -> bool:
+        """Whether the chunk is in the arena."""
         chunk = self.books.index.chunks.get(key)
         return chunk is not None and chunk.state is ChunkState.READABLE
 
-    def _ask(self, waiter: Waiter) -> None:
+    def ask(self, waiter: Waiter) -> None:
         """Asks the tiers that must be asked, for what lies behind the piece that is there."""
         first = waiter.position
         last = min(len(waiter.lookup.keys), first + self.tiers.options.ask_keys_max)
-        keys = tuple(waiter.meaning.key_of(key) for key in waiter.lookup.keys[first:last])
+        keys = [(waiter.meaning.key_of(waiter.lookup.keys[place]), place) for place in range(first, last)]
         for tier in self.tiers.tiers:
-            asked = tuple(key for key in keys if key not in tier.known) if tier.must_be_asked else ()
+            asked = [(key, place) for key, place in keys if key not in tier.known] if tier.must_be_asked else []
             if asked:
-                tier.waiting.asks.append(Ask(waiter, asked))
+                its_keys, its_places = zip(*asked, strict=True)
+                tier.waiting.asks.append(Ask(waiter, its_keys, its_places))
                 waiter.num_asks += 1
 
     # ---- a lookup goes on --------------------------------------------------------------------------------------------
@@ -187,7 +201,7 @@ class Onboardings:
             elif key in self.fetches:
                 self._join(waiter, self.fetches[key])
             elif not self._order_one(waiter, key):
-                if waiter.num_asks:
+                if waiter.num_asks or self.awaiting.awaits(waiter):
                     return
                 waiter.end = waiter.ordered
 
@@ -236,9 +250,12 @@ class Onboardings:
         if waiter.is_over:
             return
         keys = waiter.lookup.keys
-        while waiter.position < waiter.ordered and self._is_readable(keys[waiter.position]):
-            waiter.position += 1
-        self._order(waiter)
+        num_ordered = -1
+        while num_ordered != waiter.ordered:  # what is ordered may be there already
+            num_ordered = waiter.ordered
+            while waiter.position < waiter.ordered and self.is_readable(keys[waiter.position]):
+                waiter.position += 1
+            self._order(waiter)
         if waiter.position >= waiter.end:
             self.finish(waiter)
 
@@ -256,24 +273,27 @@ class Onboardings:
     def _let_go(self, waiter: Waiter) -> None:
         waiter.is_over = True
         del self.waiters[waiter.ticket]
+        self.awaiting.over(waiter)
         self.held_bytes -= waiter.num_bytes
         for chunk in reversed(waiter.held):
             self.books.unhold(chunk)
         waiter.held.clear()
 
     def end_overdue(self) -> None:
-        """Answers the lookups whose deadline has passed."""
+        """Answers the lookups whose deadline has passed, and asks again for what was handed over."""
         while self._deadlines and self._deadlines[0][0] <= self.books.now_s:
             waiter = self.waiters.get(heapq.heappop(self._deadlines)[1])
             if waiter is not None:
                 self.finish(waiter)
+        self.awaiting.look()
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next lookup must be answered."""
+        """When the next lookup must be answered, or asked for again."""
         while self._deadlines and self._deadlines[0][1] not in self.waiters:
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        times = [self._deadlines[0][0] if self._deadlines else None, self.awaiting.next_look_s]
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     # ---- fetches -----------------------------------------------------------------------------------------------------
 
@@ -358,6 +378,7 @@ class Onboardings:
         self.tiers.was_fetched(chunk, tier)
         for waiter, _ in waiters:
             self.go_on(waiter)
+        self.awaiting.stored(chunk.key)
 
     def _failed(self, tier: Tier, fetch: Fetch, chunk: Chunk, outcome: Outcome) -> None:
         """The job has ended without the chunk: its region goes, and the next tier is tried."""
@@ -406,9 +427,10 @@ class Onboardings:
             waiter.end = min(waiter.end, place)
             self.go_on(waiter)
 
-    def asked(self, tier: Tier, running: Running, outcome: Outcome, found: tuple[bool, ...]) -> None:
+    def asked(self, tier: Tier, running: Running, event: TierDone) -> None:
         """A question has really ended."""
         ask = running.subject
+        outcome, found = event.outcome, event.found
         assert isinstance(ask, Ask)
         if outcome is Outcome.DONE:
             for key, is_there in zip(ask.keys, found, strict=True):
@@ -417,7 +439,11 @@ class Onboardings:
                     tier.remember(key)
                 else:
                     tier.forget(key)
-                    tier.counts.num_missing += 1
+                    tier.counts.num_missing += ask.waiter.handover is None  # it is asked for again and again
+            if event.gone:
+                self.awaiting.gone(
+                    ask.waiter, [place for place, is_gone in zip(ask.places, event.gone, strict=True) if is_gone]
+                )
         if not running.is_overdue:
             ask.waiter.num_asks -= 1
             self.go_on(ask.waiter)

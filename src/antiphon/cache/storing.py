@@ -86,6 +86,8 @@ def _verdict(books: Books, answer: _Answer, key: ChunkKey, parent: ChunkKey | No
         answer.refusal = answer.refusal or error
         answer.binding.account.counts.refused_tokens += books.options.chunk_size_tokens
         books.counters.num_refused_chunks += 1
+        if books.tiers is not None:
+            books.tiers.refused(key)
         return Verdict.REFUSED
     answer.grants.append(_grant(books, answer.connection, chunk, missing))
     return Verdict.WRITE

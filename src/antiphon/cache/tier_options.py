@@ -97,8 +97,8 @@ class TiersOptions:
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]
-        if not names or len(set(names)) != len(names):
-            raise ValueError(f"tiers have names of their own, and there is at least one: {names}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"tiers have names of their own: {names}")
         if self.onboard_max_s <= 0 or not 0 < self.onboard_share_max <= 1 or not 0 <= self.dirty_free_share <= 1:
             raise ValueError("onboard_max_s is above 0, shares are from 0 to 1")
         if min(self.onboards_max, self.ahead_max, self.ask_keys_max) < 1:

@@ -23,6 +23,7 @@ from antiphon.cache.tier import Publication, Running, Tier, TierCounts
 from antiphon.cache.tier_jobs import JobId, JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import Selection, TierKey, meaning_of, selection_of
 from antiphon.cache.tier_options import TiersOptions
+from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Tiers:
     def stored(self, chunk: Chunk) -> None:
         """A writer's last commit has made the chunk readable."""
         publishing.stored(self, chunk)
+        self.onboardings.awaiting.stored(chunk.key)
 
     def saves(self, chunk: Chunk) -> bool:
         """The chunk is to be evicted. Returns whether it stays for now, to be published first."""
@@ -92,6 +94,12 @@ class Tiers:
     def unlinked(self, chunk: Chunk, removal: Removal) -> None:
         """The chunk has left the index."""
         publishing.unlinked(self, chunk, removal)
+        if removal is Removal.ABANDONED:
+            self.onboardings.awaiting.abandoned(chunk.key)
+
+    def refused(self, key: ChunkKey) -> None:
+        """There was no room to store the chunk."""
+        self.onboardings.awaiting.refused(key)
 
     def was_fetched(self, chunk: Chunk, source: Tier) -> None:
         """The chunk came from ``source``."""
@@ -153,7 +161,7 @@ class Tiers:
             case JobKind.PUBLISH:
                 publishing.ended(self, tier, running, event.outcome)
             case JobKind.ASK:
-                self.onboardings.asked(tier, running, event.outcome, event.found)
+                self.onboardings.asked(tier, running, event)
             case JobKind.LIST:
                 self._listed(tier, event)
             case JobKind.CLEAR:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -51,6 +52,9 @@ class ServerView(Protocol):
     def engines(self) -> list[EngineView]: ...
     def tiers(self) -> list[tuple[TierStatistics, tuple[int, int, int | None]]]:
         """What the plan counts of each tier, and its records, bytes and most bytes."""
+
+    @property
+    def handoffs(self) -> Counter[str]: ...
 
     def leases(self) -> list[LeaseView]: ...
     def events_since(self, sequence: int, num_events_max: int) -> LogPage:

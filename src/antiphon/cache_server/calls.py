@@ -14,18 +14,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from antiphon.cache.effects import Attached, Detached, Found, Onboarded, Onboarding, Refused
-from antiphon.cache.events import ConnectionId, Detach, EngineId, Release, TicketId
+from antiphon.cache.events import ConnectionId, Detach, EngineId, HandedOver, Lookup, Release, TicketId
+from antiphon.cache.tier_key import TierKey, meaning_of
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.reports import Reports, adds_up
 from antiphon.cache_server.translate import ROLE_CHARS_MAX, answer_of, check_name, event_of
 from antiphon.cache_server.views import ProcessView
+from antiphon.core.chunks import ChunkKey
+from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import AntiphonError, ConnectionUnknown, NotLocal, ProtocolError, VersionMismatch
 from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as wire
+from antiphon.protocol.cache_handoff import HandoffKey
 from antiphon.transport.frames_server import FrameConnection
 
 log = logging.getLogger("antiphon.cache_server")
@@ -47,6 +52,10 @@ class _Peer:
     @property
     def engine(self) -> EngineId | None:
         return None if self.attach is None else EngineId(self.attach.engine, self.attach.incarnation)
+
+
+def _nobody_expects(key: HandoffKey, chunks: Sequence[tuple[TierKey, ChunkKey]], wait_s: float) -> None:
+    """Without peers, what others have comes from shared tiers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,10 @@ class Calls:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Calls, by name and by ``ok`` or the error code; lookups of peers that are gone by ``hung_up``; frames that are no
     call as ``frame``."""
+    handoffs: Counter[str] = field(default_factory=Counter)
+    """Lookups of what was handed over: ``here``, ``elsewhere``, or of ``other_meaning``."""
+    expect: Callable[[HandoffKey, Sequence[tuple[TierKey, ChunkKey]], float], None] = _nobody_expects
+    """Told of what is handed over by way of another server, and for how long it is waited for."""
     _peers: dict[int, _Peer] = field(default_factory=dict)
     _waiting: dict[TicketId, _Waiting] = field(default_factory=dict)
     _early: dict[TicketId, Found] = field(default_factory=dict)
@@ -205,13 +218,40 @@ class Calls:
                 return answer
 
     def _look_up(self, connection: FrameConnection, call_id: int, body: wire.Lookup) -> wire.Answered:
-        reply = self.driver.step(event_of(body, ConnectionId(connection.number), 0))
+        event = event_of(body, ConnectionId(connection.number), 0)
+        peer = self._peers[connection.number]
+        if body.handoff is not None and peer.attach is not None:
+            assert isinstance(event, Lookup)
+            event = self._handed_over(event, body.handoff, peer.attach)
+        reply = self.driver.step(event)
         if isinstance(reply, Onboarding):
             early = self._early.pop(reply.ticket, None)
             if early is not None:
                 return answer_of(early)
             self._waiting[reply.ticket] = _Waiting(connection, call_id, body.request)
         return answer_of(reply)
+
+    def _handed_over(self, event: Lookup, key: HandoffKey, attach: wire.Attach) -> Lookup:
+        """The lookup, with what a prefill engine has handed over of it; what does not fit is left out."""
+        num_chunks = key.num_tokens // self.welcome.chunk_size_tokens
+        is_meant = 0 < num_chunks <= len(event.keys) and event.keys[num_chunks - 1] == key.last_key
+        if not is_meant or key.namespace != event.namespace:
+            self.handoffs["other_meaning"] += 1
+            self.quiet.say(
+                logging.WARNING,
+                "hand-overs of another meaning",
+                "request %s: what was handed over means something else here (another model, KV type, layout or salt): "
+                "it is computed again",
+                event.request,
+            )
+            return event
+        is_here = key.incarnation == self.welcome.incarnation
+        self.handoffs["here" if is_here else "elsewhere"] += 1
+        if not is_here:
+            layout = ChunkLayout(attach.num_slabs, attach.slab_bytes, attach.fingerprint)
+            meaning = meaning_of(event.namespace, event.tenant, attach.model, layout)
+            self.expect(key, [(meaning.key_of(each), each) for each in event.keys[:num_chunks]], event.onboard_s)
+        return replace(event, handed_over=HandedOver(num_chunks, is_here))
 
     def _onboarded(self, notice: Onboarded) -> None:
         """A lookup that waited for tiers has its answer. A peer that takes none gives its lease back by us."""
@@ -247,9 +287,10 @@ class Calls:
             self.quiet.say(
                 logging.WARNING,
                 "reports that do not add up",
-                "request %s of engine %s: %d prompt tokens; sources: %d device, %d l1, %d l2, %d remote, %d computed",
+                "request %s of engine %s: %d prompt tokens; sources: %d device, %d l1, %d l2, %d peer, %d remote, "
+                "%d computed",
                 *(report.request, report.engine, report.num_prompt_tokens),
-                *(report.device, report.l1, report.l2, report.remote_prefill, report.computed),
+                *(report.device, report.l1, report.l2, report.peer, report.remote_prefill, report.computed),
             )
         return wire.Noted()
 

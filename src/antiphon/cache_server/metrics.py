@@ -132,7 +132,7 @@ def _set_totals(page: MetricsPage, server: ServerView, statistics: Statistics, t
     page.set_durations(names.CALL_SECONDS, tallies.durations())
     page.set_all(names.REFUSED_CALLS, dict(codes))
     totals = server.token_totals
-    sources = ("device", "l1", "l2", "remote_prefill", "computed")
+    sources = ("device", "l1", "l2", "peer", "remote_prefill", "computed")
     page.set_all(names.REPORTED_TOKENS, {source: getattr(totals, source) for source in sources})
     alarms = {
         "lease": counters.num_lease_alarms,

@@ -20,8 +20,9 @@ from typing import Final
 
 from antiphon.cache.effects import Attached, Refused, Reply
 from antiphon.cache.events import Attach, ConnectionId, Detach, EngineId, Event, LeaseId, Release
-from antiphon.cache.lending import Loan, Shelf, Wanted, lend
+from antiphon.cache.lending import HeldState, Loan, Shelf, Wanted, held_state, lend
 from antiphon.cache.tier_key import TierKey
+from antiphon.core.chunks import ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import LeaseUnknown
 
@@ -101,6 +102,11 @@ class Lender:
         self.num_lent += len(loans)
         self.num_capped += num_capped
         return loans, num_capped
+
+    def held(self, keys: Sequence[tuple[TierKey, ChunkKey]]) -> list[HeldState]:
+        """How far the store of each chunk is."""
+        self._shelf.follow()
+        return [held_state(self._shelf, tier_key, chunk_key) for tier_key, chunk_key in keys]
 
     def loan(self, connection: ConnectionId, lease: int) -> Loan:
         """A loan of the connection. Raises LeaseUnknown where it has none of that name."""

@@ -34,6 +34,8 @@ ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 ASKING_MAX: Final = 256
+GATHER_S: Final = 0.01
+"""What is stored one after the other is told at once."""
 """Questions under way at once."""
 
 
@@ -130,6 +132,7 @@ class Membership:
             self.is_listed = self.is_listed or (isinstance(message, wire.Listing) and message.is_last)
             if message is None:
                 await self._wait_for_changes(heartbeat_s)
+                await asyncio.sleep(GATHER_S)
 
     async def ask(self, keys: list[bytes], timeout_s: float) -> wire.Located | None:
         """Which members hold ``keys``; None where that is not known, and for a while after a failure."""

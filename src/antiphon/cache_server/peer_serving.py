@@ -19,15 +19,18 @@ import concurrent.futures
 import contextlib
 import logging
 import socket
+import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
+from antiphon.cache.arena import RegionHandle
 from antiphon.cache.events import ConnectionId
 from antiphon.cache.lending import Loan, Wanted
 from antiphon.cache.tier_key import TierKey
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
 from antiphon.cache_server.peer_threads import CacheThread
+from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import AntiphonError, PeerRefused, PeerUnavailable, ProtocolError
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.core.quiet_log import QuietLog
@@ -46,6 +49,9 @@ SILENCE_S: Final = 600.0
 SEND_TIMEOUT_S: Final = 30.0
 DIGEST_THREADS: Final = 2
 DIGESTS_MAX: Final = 65_536
+AHEAD_MAX: Final = 256
+"""Chunks whose digests may wait to be taken before anybody asks; those of others are taken when they are lent."""
+PULLED_MAX: Final = 4_096
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,10 @@ class PeerSelf:
 class Digests:
     """Digests of chunks in the arena, each taken once: a readable chunk does not change.
 
+    They are taken soon after the store, on a thread of their own, so that a peer does not wait for it; not those of
+    chunks that came from a peer themselves, and not when many wait. A chunk that goes meanwhile costs nothing but that:
+    its generation is never asked for.
+
     Args:
         arena: where they are.
     """
@@ -72,26 +82,61 @@ class Digests:
     def __init__(self, arena: ArenaMapping) -> None:
         self._arena = arena
         self._known: OrderedDict[int, bytes] = OrderedDict()
+        """By generation of the region; under ``lock``."""
+        self._pulled: OrderedDict[bytes, None] = OrderedDict()
+        """Tier keys of what came from a peer lately; under ``lock``."""
+        self._num_ahead = 0
+        """Under ``lock``."""
+        self._lock = threading.Lock()
         self._threads = concurrent.futures.ThreadPoolExecutor(DIGEST_THREADS, "antiphon-digest")
+        self._ahead = concurrent.futures.ThreadPoolExecutor(1, "antiphon-digest-ahead")
 
     async def of(self, loan: Loan) -> bytes:
         """The digest of a leased chunk, 16 bytes."""
-        generation = loan.region.generation
-        known = self._known.get(generation)
+        with self._lock:
+            known = self._known.get(loan.region.generation)
         if known is None:
-            known = await asyncio.get_running_loop().run_in_executor(self._threads, self._take, loan)
-            self._known[generation] = known
-            while len(self._known) > DIGESTS_MAX:
-                self._known.popitem(last=False)
+            loop = asyncio.get_running_loop()
+            known = await loop.run_in_executor(self._threads, self._take, loan.region, loan.num_bytes)
         return known
 
-    def _take(self, loan: Loan) -> bytes:
+    def pulled(self, key: bytes) -> None:
+        """The chunk of that tier key comes from a peer, which has its digest: nobody is likely to ask here."""
+        with self._lock:
+            self._pulled[key] = None
+            while len(self._pulled) > PULLED_MAX:
+                self._pulled.popitem(last=False)
+
+    def stored(self, key: TierKey, region: RegionHandle, num_bytes: int) -> None:
+        """The chunk is readable: its digest is taken soon. Of any thread; does not wait."""
+        with self._lock:
+            if key in self._pulled or self._num_ahead >= AHEAD_MAX:
+                self._pulled.pop(key, None)
+                return
+            self._num_ahead += 1
+        try:
+            self._ahead.submit(self._take_ahead, region, num_bytes)
+        except RuntimeError:
+            pass  # closed
+
+    def _take_ahead(self, region: RegionHandle, num_bytes: int) -> None:
+        with self._lock:
+            self._num_ahead -= 1
+        self._take(region, num_bytes)
+
+    def _take(self, region: RegionHandle, num_bytes: int) -> bytes:
         digest = PayloadDigest()
-        digest.update(self._arena.view(loan.region.offset_bytes, loan.num_bytes))
-        return digest.digest()
+        digest.update(self._arena.view(region.offset_bytes, num_bytes))
+        found = digest.digest()
+        with self._lock:
+            self._known[region.generation] = found
+            while len(self._known) > DIGESTS_MAX:
+                self._known.popitem(last=False)
+        return found
 
     def close(self) -> None:
         """Waits for the digests that are being taken: the arena must not be unmapped before."""
+        self._ahead.shutdown(wait=True, cancel_futures=True)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
@@ -110,7 +155,7 @@ class PeerServing:
         self._lender = lender
         self._cache = cache
         self._arena = arena
-        self._digests = Digests(arena)
+        self.digests = Digests(arena)
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._next_connection = FIRST_BORROWER
@@ -159,6 +204,9 @@ class PeerServing:
             while True:
                 async with asyncio.timeout(LOAN_SILENCE_S if borrower.loans else SILENCE_S):
                     call = await stream.receive()
+                if isinstance(call.body, wire.Return):
+                    borrower.give_back(call.body.leases)
+                    continue
                 payload: memoryview | None = None
                 try:
                     answer, payload = await borrower.answer(call.body)
@@ -184,7 +232,7 @@ class PeerServing:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await asyncio.get_running_loop().run_in_executor(None, self._digests.close)
+        await asyncio.get_running_loop().run_in_executor(None, self.digests.close)
 
 
 class _Borrower:
@@ -207,6 +255,8 @@ class _Borrower:
                 return self._nixl(), None
             case wire.Lend():
                 return await self._lend(body), None
+            case wire.AskHeld():
+                return await self._held(body), None
             case wire.Read():
                 loan = self.loans.get(body.lease)
                 if loan is None:
@@ -214,9 +264,6 @@ class _Borrower:
                 self._serving.counts["sent_bytes"] += loan.num_bytes
                 payload = self._serving._arena.view(loan.region.offset_bytes, loan.num_bytes)
                 return wire.ReadBegins(loan.num_bytes), payload
-            case wire.Return():
-                await self._return(body.leases)
-                return wire.Noted(), None
             case _:
                 raise ProtocolError(f"a cache server does not answer {type(body).__name__} of a peer")
 
@@ -233,16 +280,30 @@ class _Borrower:
         self._heat(len(loans))
         chunks = []
         for index, loan in loans:
-            digest = await serving._digests.of(loan)
+            digest = await serving.digests.of(loan)
             chunks.append(wire.LentChunk(index, loan.lease, loan.region.offset_bytes, digest))
         serving.counts["lent"] += len(loans)
         return wire.Lent(tuple(chunks), num_capped)
 
-    async def _return(self, leases: tuple[int, ...]) -> None:
+    async def _held(self, body: wire.AskHeld) -> wire.Held:
+        lender = self._serving._lender
+        tier_keys, chunk_keys = wire.split_keys(body.tier_keys), wire.split_keys(body.chunk_keys)
+        if len(tier_keys) != len(chunk_keys):
+            raise ProtocolError("AskHeld names each chunk by both of its keys")
+        pairs = [(TierKey(tier), ChunkKey(chunk)) for tier, chunk in zip(tier_keys, chunk_keys, strict=True)]
+        states = await self._serving._cache.call(lambda: lender.held(pairs))
+        return wire.Held(bytes(wire.HELD_STATES.index(state) for state in states))
+
+    def give_back(self, leases: tuple[int, ...]) -> None:
+        """The leases end; nothing is answered."""
         serving = self._serving
         num_ended = sum(self.loans.pop(lease, None) is not None for lease in set(leases))
         self._heat(-num_ended)
-        await serving._cache.call(lambda: serving._lender.give_back(self._connection, leases))
+
+        def step() -> None:
+            serving._lender.give_back(self._connection, leases)
+
+        serving._cache.tell(step)
 
     def _heat(self, change: int) -> None:
         """A peer that has loans may be reading over NIXL, which only works while this side polls."""

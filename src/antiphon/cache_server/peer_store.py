@@ -9,6 +9,8 @@ Always true:
 - ``get_into`` returns only when nothing writes to its target any more. With a peer that hangs during a read over NIXL
   that takes longer than its deadline: the peer's breaker opens at the deadline.
 - True means that the target has the digest that the holder gave.
+- What was handed over (``expect``) is asked of the server that was named, which must prove the cluster secret, and of
+  no coordinator; until it is there, that server says it will not come, does not answer, or the time is over.
 
 It does not decide what is kept of it, and never writes to a peer.
 """
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from antiphon.cache.lending import Wanted
+from antiphon.cache_server.peer_expected import Expectations, Question
 from antiphon.cache_server.peer_links import PeerLinks
 from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError, TierError, TierUnavailable
@@ -59,6 +62,10 @@ class PeerStore:
         self._arena_address, self._arena_bytes = arena
         self._lock = threading.Lock()
         self._is_closed = False
+        self.on_pulled: Callable[[bytes], None] = _nobody_cares
+        """Told of each key whose chunk is in its target."""
+        self.expected = Expectations()
+        """Under ``lock`` alone."""
         self.where = Whereabouts()
         """Under ``lock`` alone."""
 
@@ -74,8 +81,15 @@ class PeerStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of ``keys`` a peer holds that can be used now."""
         self._check_open()
-        for first in range(0, len(keys), wire.KEYS_PER_CALL_MAX):
-            self._ask(keys[first : first + wire.KEYS_PER_CALL_MAX])
+        with self._lock:
+            open_questions = self.expected.questions(keys, time.monotonic())
+        for question in open_questions:
+            self._ask_held(question)
+        with self._lock:
+            now_s = time.monotonic()
+            others = [key for key in keys if not self.expected.is_expected(key, now_s)]
+        for first in range(0, len(others), wire.KEYS_PER_CALL_MAX):
+            self._ask(others[first : first + wire.KEYS_PER_CALL_MAX])
         now_s = time.monotonic()
         with self._lock:
             return [bool(self.where.usable(key, now_s)) for key in keys]
@@ -96,6 +110,48 @@ class PeerStore:
                 if all(0 <= number < len(members) for number in numbers):
                     self.where.located(key, [members[number] for number in numbers], now_s)
 
+    def expect(self, holder: wire.Holder, chunks: Sequence[tuple[bytes, bytes]], wait_s: float) -> None:
+        """The holder will have these chunks (tier key and chunk key), for as long as somebody waits for them."""
+        with self._lock:
+            self.expected.add(holder, chunks, time.monotonic(), wait_s)
+
+    def gone(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of ``keys`` were expected and will not come."""
+        with self._lock:
+            return [self.expected.is_gone(key) for key in keys]
+
+    def _ask_held(self, question: Question) -> None:
+        holder, chunks = question
+        with self._lock:
+            if not self.where.take(holder, time.monotonic()):
+                self.expected.lost(chunks)
+                return
+        link: PeerSocket | None = None
+        try:
+            link = self._links.take(holder, LEND_TIMEOUT_S)
+            body = wire.AskHeld(b"".join(key for key, _ in chunks), b"".join(key for _, key in chunks))
+            held = link.call(body, LEND_TIMEOUT_S)
+            if not isinstance(held, wire.Held) or len(held.states) != len(chunks):
+                raise ProtocolError(f"AskHeld is not answered by {type(held).__name__}")
+            states = [
+                wire.HELD_STATES[number] if number < len(wire.HELD_STATES) else "refused" for number in held.states
+            ]
+        except AntiphonError as error:
+            if link is not None:
+                link.close()
+            self._links.failed(holder)
+            with self._lock:
+                self.where.counts["failed"] += 1
+                self.where.failed(holder, time.monotonic(), error.message)
+                self.expected.lost(chunks)
+            return
+        self._links.give_back(holder, link)
+        now_s = time.monotonic()
+        with self._lock:
+            self.where.answered(holder)
+            for key in self.expected.answered(chunks, states, now_s):
+                self.where.located(key, [holder], now_s)
+
     def get_into(self, key: bytes, meta: ChunkMeta, into: memoryview) -> bool:
         """Pulls a chunk into ``into``, of ``meta.num_bytes`` bytes; False where no peer gave it."""
         self._check_open()
@@ -112,6 +168,8 @@ class PeerStore:
                     try:
                         action = pulling.send(ended)
                     except StopIteration as stop:
+                        if stop.value:
+                            self.on_pulled(key)
                         return bool(stop.value)
                 ended = drive.do(action)
         finally:
@@ -156,6 +214,10 @@ class PeerStore:
     def is_registered(self, address: int, num_bytes: int) -> bool:
         """Whether NIXL can read into this memory."""
         return self._arena_address <= address and address + num_bytes <= self._arena_address + self._arena_bytes
+
+
+def _nobody_cares(key: bytes) -> None:
+    pass
 
 
 class _Drive:

@@ -9,9 +9,10 @@ Always true: nothing here keeps the cache's thread waiting; when it cannot work,
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from antiphon.cache.effects import Reply
 from antiphon.cache.events import Event
 from antiphon.cache.lending import Shelf
 from antiphon.cache.machine import Cache
+from antiphon.cache.tier_key import TierKey
 from antiphon.cache.tier_options import TierOptions
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import Lender
@@ -32,8 +34,10 @@ from antiphon.cache_server.sockets import listen_tcp
 from antiphon.cache_server.waiting import Waiters
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.cluster import address_of, cluster_secret, host_port_of
+from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import ConfigError, PeerUnavailable
-from antiphon.protocol.peers import Located
+from antiphon.protocol.cache_handoff import HandoffKey
+from antiphon.protocol.peers import Holder, Located
 from antiphon.storage.arena import ArenaMapping
 from antiphon.transport.nixl_agent import NixlAgent
 
@@ -141,6 +145,8 @@ class Peers:
         cache_thread = CacheThread(asyncio.get_running_loop())
         self._cache_thread = cache_thread
         self._serving = PeerServing(myself, self.lender, cache_thread, parts.arena)
+        self.shelf.on_stored = self._serving.digests.stored
+        self.store.on_pulled = self._serving.digests.pulled
         urls = (spec.coordinator_url, self.url)
         self._membership = Membership(myself, urls, lambda: Feed(self.shelf), self._wait_for_changes, cache_thread)
         self._agent: NixlAgent | None = None
@@ -205,6 +211,14 @@ class Peers:
             return
         self._agent = self._serving.agent = self._links.agent = agent
 
+    def expect(self, key: HandoffKey, chunks: Sequence[tuple[TierKey, ChunkKey]], wait_s: float) -> None:
+        """An engine of another server has handed these chunks over: that server is asked for them, whatever the
+        coordinator knows."""
+        if not key.address:
+            return
+        holder = Holder(key.server, key.incarnation, key.address)
+        self.store.expect(holder, chunks, wait_s)
+
     async def _wait_for_changes(self, timeout_s: float) -> None:
         """Until the cache has an event that the shelf has not taken up."""
         await self._cache_thread.wait_for(self._parts.waiters.wait(self.shelf.read_to, timeout_s))
@@ -222,7 +236,7 @@ class Peers:
             return None
         try:
             return future.result(2 * timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
+        except (TimeoutError, concurrent.futures.CancelledError):  # the second where that loop ends
             future.cancel()
             return None
 

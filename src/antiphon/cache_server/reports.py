@@ -49,8 +49,8 @@ class Reports:
             body.computed,
             body.num_preemptions,
         )
-        l2 = body.l2
-        if not all(0 <= count < _COUNT_MAX for count in (*counts, l2)):
+        fetched = (body.l2, body.peer)
+        if not all(0 <= count < _COUNT_MAX for count in (*counts, *fetched)):
             raise ProtocolError(f"a report has counts from 0 to {_COUNT_MAX}: {body}")
         if body.finish not in _FINISHES:
             raise ProtocolError(f"a request is finished or aborted, not {body.finish[:50]!r}")
@@ -58,7 +58,7 @@ class Reports:
             raise ProtocolError(f"a namespace has {DIGEST_BYTES} bytes, {len(body.namespace)} were sent")
         names = (body.request, body.engine, body.incarnation)
         more = (body.finish, time.time(), body.namespace.hex())
-        report = TokenReport(self.next_sequence, *names, *counts, *more, l2)
+        report = TokenReport(self.next_sequence, *names, *counts, *more, *fetched)
         self._ring.append(report)
         self.next_sequence += 1
         self._add_up(report)
@@ -76,6 +76,7 @@ class Reports:
         totals.remote_prefill += report.remote_prefill
         totals.computed += report.computed
         totals.l2 += report.l2
+        totals.peer += report.peer
 
     def since(self, sequence: int, num_reports_max: int) -> ReportPage:
         """At most ``num_reports_max`` reports from number ``sequence`` on.
@@ -93,5 +94,5 @@ class Reports:
 
 def adds_up(report: TokenReport) -> bool:
     """Whether every prompt token has one source; of an aborted request nobody can say."""
-    total = report.device + report.l1 + report.l2 + report.remote_prefill + report.computed
+    total = report.device + report.l1 + report.l2 + report.peer + report.remote_prefill + report.computed
     return total == report.num_prompt_tokens or report.finish == "aborted"

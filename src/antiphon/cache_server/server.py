@@ -112,7 +112,7 @@ class CacheServer:
         tiers = spec.tiers
         self._stores = open_stores(tiers)
         further = (peer_tier(),) if has_peers else ()
-        plan = tiers_options(tiers, spec.onboard_max_s, further) if tiers or has_peers else None
+        plan = tiers_options(tiers, spec.onboard_max_s, further)
         options = CacheOptions(
             arena_bytes=self._arena.data_bytes,
             usable_bytes=0,
@@ -128,14 +128,15 @@ class CacheServer:
         self._exit.callback(self._driver.close)
         if has_peers:
             self._share(cache)
-        if plan is not None:
-            limits_of = [(tier.num_threads, tier.known_max) for tier in plan.tiers]
-            self._runner = TierRunner(self._stores, limits_of, self._arena.mapping, self._tier_done)
-            self._driver.on_job = self._runner.run
-            self._exit.callback(self._close_tiers)
+        limits_of = [(tier.num_threads, tier.known_max) for tier in plan.tiers]
+        self._runner = TierRunner(self._stores, limits_of, self._arena.mapping, self._tier_done)
+        self._driver.on_job = self._runner.run
+        self._exit.callback(self._close_tiers)
         self._calls = Calls(
             self._driver, self._reports, self._welcome(), self._arena.fd, tallies=self.tallies, quiet=self._quiet
         )
+        if self._peers is not None:
+            self._calls.expect = self._peers.expect
         self._population = Population(self._arena, self._grew)
         self._exit.callback(self._population.stop)
         self._frames = FrameServer(self._calls, limits, frozenset((os.geteuid(), 0)))
@@ -153,6 +154,7 @@ class CacheServer:
             chunk_size_tokens=self.spec.chunk_size,
             arena_bytes=HEADER_BYTES + self._arena.data_bytes,
             data_offset_bytes=HEADER_BYTES,
+            peer_address="" if self._peers is None else self._peers.url,
         )
 
     def _share(self, cache: Cache) -> None:
@@ -212,6 +214,11 @@ class CacheServer:
     def call_counts(self) -> Counter[tuple[str, str]]:
         """Calls answered, by name (``Lookup``) and outcome (``ok`` or an error code)."""
         return self._calls.counts
+
+    @property
+    def handoffs(self) -> Counter[str]:
+        """Lookups of what a prefill engine has handed over: stored ``here``, ``elsewhere``, or of ``other_meaning``."""
+        return self._calls.handoffs
 
     @property
     def num_connections(self) -> int:

@@ -89,6 +89,7 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
                 "device": totals.device,
                 "l1": totals.l1,
                 "l2": totals.l2,
+                "peer": totals.peer,
                 "remote_prefill": totals.remote_prefill,
                 "computed": totals.computed,
             },
@@ -100,6 +101,7 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
             "aborted": totals.num_aborted,
         },
         "leases": _leases_summary(leases, engines),
+        "handoffs": dict(server.handoffs),
         "engines": [dataclasses.asdict(engine) for engine in engines],
         "tenants": _tenants_of(statistics.tenants),
     } | ({} if server.peers is None else {"peers": server.peers})

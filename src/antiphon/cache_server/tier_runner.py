@@ -25,7 +25,7 @@ from antiphon.cache.tier_key import TierKey
 from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull
 from antiphon.core.quiet_log import QuietLog
 from antiphon.storage.arena import ArenaMapping
-from antiphon.storage.tier import ChunkMeta, TierStore
+from antiphon.storage.tier import ChunkMeta, ExpectingStore, TierStore
 
 log = logging.getLogger("antiphon.cache_server")
 
@@ -147,7 +147,9 @@ class TierRunner:
                     store.put(job.keys[0], readable, _meta_of(job))
                 return TierDone(job.id, Outcome.DONE)
             case JobKind.ASK:
-                return TierDone(job.id, Outcome.DONE, found=tuple(store.contains(job.keys)))
+                found = tuple(store.contains(job.keys))
+                gone = tuple(store.gone(job.keys)) if isinstance(store, ExpectingStore) else ()
+                return TierDone(job.id, Outcome.DONE, found=found, gone=gone)
             case JobKind.LIST:
                 listed = store.keys()
                 keys = None if listed is None else tuple(map(TierKey, islice(listed, tier.known_max + 1)))

@@ -95,6 +95,7 @@ class TokenReport:
     at: float
     namespace: str = ""
     l2: int = 0
+    peer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +130,4 @@ class TokenTotals:
     remote_prefill: int = 0
     computed: int = 0
     l2: int = 0
+    peer: int = 0

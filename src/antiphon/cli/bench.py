@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from antiphon.bench.cache import CacheBenchOptions, run_cache_bench
 from antiphon.bench.figures import BenchResult, Say
 from antiphon.bench.peers import PeersBenchOptions, run_peers_bench
 from antiphon.bench.router import RouterBenchOptions, run_router_bench
+from antiphon.bench.tiers import TiersBenchOptions, run_tiers_bench
+from antiphon.config.tier_spec import parse_tier
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
 from antiphon.core.errors import AntiphonError
 
@@ -110,6 +113,36 @@ def peers(*, quick: bool, check: bool, json_path: Path | None) -> None:
     """
     options = PeersBenchOptions.quick() if quick else PeersBenchOptions()
     result = _measure(lambda say: run_peers_bench(options, say), json_path)
+    click.echo("\n".join(table_lines(result, is_judged=check or not quick)))
+    if check and result.missed:
+        click.echo(f"{len(result.missed)} targets missed", err=True)
+        sys.exit(1)
+
+
+@bench.command(name="tiers")
+@click.option(
+    "--l2",
+    "urls",
+    multiple=True,
+    metavar="URL",
+    help="A tier, as for antiphon cache-server; may be given again. [default: a disk tier in a folder of its own]",
+)
+@click.option("--quick", is_flag=True, help="Seconds instead of a minute: whether it runs, not how fast it is.")
+@click.option("--check", is_flag=True, help="Exit with 1 when a target is missed.")
+@_json_option
+def tiers(urls: tuple[str, ...], *, quick: bool, check: bool, json_path: Path | None) -> None:
+    """Measure tiers: store and read chunks, beside the plain calls of what is behind each.
+
+    What a tier holds already is left alone, but may be evicted. Without --l2 a disk tier is made in the temporary
+    folder (TMPDIR) and removed: where that is memory, the figures are those of memory.
+    """
+    with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as folder:
+        try:
+            specs = [parse_tier(url) for url in urls or (f"disk://{folder}/tier?capacity_gb=1",)]
+        except AntiphonError as error:
+            raise click.UsageError(str(error)) from error
+        options = TiersBenchOptions.quick(specs) if quick else TiersBenchOptions(specs)
+        result = _measure(lambda say: run_tiers_bench(options, say), json_path)
     click.echo("\n".join(table_lines(result, is_judged=check or not quick)))
     if check and result.missed:
         click.echo(f"{len(result.missed)} targets missed", err=True)

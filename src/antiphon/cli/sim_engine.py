@@ -11,6 +11,7 @@ from antiphon.cli.flags import model_from_flags, spec_options
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
+from antiphon.engine.simulated.cache_kv import CacheOptions
 from antiphon.engine.simulated.kv_events import KvEventsOptions
 from antiphon.engine.simulated.machine import EngineOptions
 from antiphon.engine.simulated.server import ServerOptions, serve
@@ -39,6 +40,10 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--kv-events-endpoint", help="Listener that hears of its KV blocks: tcp://HOST:PORT. [default: nobody]")
 @click.option("--kv-events-topic", default="", help="What its messages begin with; the router knows it by that.")
 @click.option("--kv-events-replay-endpoint", default="", help="Where it sends missed messages again: tcp://HOST:PORT.")
+@click.option("--cache-port", type=_PORT, help="Port of its cache server, to hand KV over through. [default: none]")
+@click.option(
+    "--cache-chunk-size", type=click.IntRange(min=1), default=256, show_default=True, help="Its --chunk-size."
+)
 @spec_options(SimulatedSpec)
 def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) -> None:
     """Run a simulated engine: vLLM's API, a stated latency model, and tokens that prove the KV."""
@@ -47,7 +52,11 @@ def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) ->
     side_channel_port = rest.pop("side_channel_port")
     max_num_seqs, load_failure = rest.pop("max_num_seqs"), rest.pop("kv_load_failure_policy")
     told = rest.pop("kv_events_endpoint"), rest.pop("kv_events_topic"), rest.pop("kv_events_replay_endpoint")
+    cache_port, chunk_size = rest.pop("cache_port"), rest.pop("cache_chunk_size")
     spec = model_from_flags(SimulatedSpec, rest)
+    if cache_port is not None and chunk_size % spec.block_size_tokens:
+        message = f"a chunk of {chunk_size} tokens is not made of whole blocks of {spec.block_size_tokens}"
+        raise click.BadParameter(message, param_hint="--cache-chunk-size")
     options = ServerOptions(
         engine=EngineOptions(spec, model_name, max_num_seqs, load_failure),
         engine_id=engine_id,
@@ -57,6 +66,7 @@ def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) ->
         side_channel_host=side_channel_host,
         side_channel_port=side_channel_port,
         kv_events=KvEventsOptions(*told) if told[0] else None,
+        cache=CacheOptions(cache_port, chunk_size) if cache_port is not None else None,
     )
     try:
         run(serve(options, click.echo))

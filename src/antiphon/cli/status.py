@@ -18,6 +18,7 @@ import click
 from antiphon.cli.config import config_option, spec_file
 from antiphon.cli.endpoints import client_of, table
 from antiphon.config.load import load_spec
+from antiphon.config.plan import BEHIND_ENGINES
 from antiphon.config.supervisor_spec import default_state_dir
 from antiphon.config.units import format_bytes
 from antiphon.core.errors import AntiphonError, ConfigError
@@ -86,7 +87,7 @@ def _cells(row: ProcessRow) -> tuple[str, ...]:
 
     pid, port = (str(value) if value is not None else "-" for value in (row.pid, row.port))
     uptime = format_uptime(row.uptime_s)
-    is_engine = row.kind not in ("router", "cache_server")
+    is_engine = row.kind != "router" and row.kind not in BEHIND_ENGINES
     running, waiting = (load(value) if is_engine else "-" for value in (row.num_running, row.num_waiting))
     return (row.name, row.role, pid, row.state, port, uptime, running, waiting, str(row.restarts))
 
@@ -97,6 +98,15 @@ def _held(row: ProcessRow) -> str:
         return f"{row.name} did not tell what it holds in time ({row.base_url}/status)"
     objects = f"{row.num_objects} object{'s' if row.num_objects != 1 else ''}"
     return f"{row.name} holds {objects}, {format_bytes(row.used_bytes)} of {format_bytes(row.total_bytes)}"
+
+
+def _known(row: ProcessRow) -> str:
+    """What a coordinator knows."""
+    if row.num_members is None:
+        return f"{row.name} did not tell what it knows in time ({row.base_url}/status)"
+    servers = f"{row.num_members} cache server{'s' if row.num_members != 1 else ''}"
+    chunks = f"{row.num_objects} different object{'s' if row.num_objects != 1 else ''}"
+    return f"{row.name} knows {servers}, which hold {chunks}"
 
 
 def _waiting(load: RouterLoad) -> list[str]:
@@ -149,6 +159,7 @@ def table_lines(report: DeploymentReport) -> list[str]:
     lines = [f"{report.name}: {supervisor}"]
     lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines += [_held(row) for row in report.processes if row.kind == "cache_server" and row.state == "ready"]
+    lines += [_known(row) for row in report.processes if row.kind == "coordinator" and row.state == "ready"]
     for row in report.processes:
         lines += _waiting(row.waiting) if row.waiting is not None else []
     lines += _further(report)

@@ -140,7 +140,7 @@ def sets_of(sets: Sequence[str], params: dict[str, Any]) -> list[str]:
     "--only",
     multiple=True,
     metavar="ROLE|NAME",
-    help="Start only prefill, decode, router, cache_server, or one process.",
+    help="Start only prefill, decode, router, cache_server, coordinator, or one process.",
 )
 @click.option("--quiet-logs", is_flag=True, help="Do not show the processes' log lines on the console.")
 @spec_options(Spec)

@@ -69,6 +69,7 @@ class Session:
     ) -> None:
         self.instance = made.welcome.instance
         self.incarnation = made.welcome.incarnation
+        self.peer_address = made.welcome.peer_address
         self.chunk_size_tokens = made.welcome.chunk_size_tokens
         self.arena = made.arena
         self.is_open = True

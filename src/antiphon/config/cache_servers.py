@@ -54,6 +54,8 @@ class CacheServer:
     """Loopback address that it listens on."""
     port: int
     http_port: int
+    peer_port: int
+    """For other cache servers, where they share."""
     l1_size_bytes: int
     chunk_size_tokens: int
 
@@ -86,6 +88,7 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
             address=spec.cache.host,
             port=spec.cache.port + on_host[host],
             http_port=spec.cache.http_port + on_host[host],
+            peer_port=spec.cache.peer_port + on_host[host],
             l1_size_bytes=size,
             chunk_size_tokens=spec.cache.chunk_size_tokens,
         )
@@ -105,7 +108,7 @@ def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
     """
     if not spec.cache.enabled:
         return ()
-    is_written = "enabled" in spec.cache.model_fields_set
+    is_written = "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
     unused = _pools_on_cuda_by_default(spec, engines)
     return tuple(
         pool
@@ -116,7 +119,7 @@ def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
 
 def _pools_on_cuda_by_default(spec: Spec, engines: list[Engine]) -> list[Pool]:
     """The pools on CUDA for which nobody has written that they shall have a cache."""
-    if "enabled" in spec.cache.model_fields_set:
+    if "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache":
         return []
     on_cuda = {engine.pool for engine in engines if engine.device == "cuda" and engine.spec.kind == "vllm"}
     return [pool for pool in POOLS if pool in on_cuda and spec.pool(pool).kv_transfer_config is None]
@@ -131,7 +134,7 @@ def cache_notices(spec: Spec, engines: list[Engine], servers: list[CacheServer])
     """What was filled in for the cache, and which engines have none although it is enabled."""
     notices = []
     if spec.cache.enabled:
-        is_written = "enabled" in spec.cache.model_fields_set
+        is_written = "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
         if not is_written and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
             text = "simulated engines use no cache server and none is started for them; write true to start them"
             notices.append(Notice("cache.enabled", text))

@@ -6,7 +6,7 @@ Imports pydantic only. What concerns several processes is in ``checks.py`` and `
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -18,6 +18,7 @@ from antiphon.config.cache_server_spec import (
     PolicyName,
     TierUrls,
 )
+from antiphon.config.cluster import Address
 from antiphon.config.model import SpecModel
 from antiphon.config.units import Bytes
 from antiphon.core.tenants import tenant_named
@@ -106,4 +107,39 @@ class CacheSpec(SpecModel):
         + " Below the folder of a disk tier each server has one of its own (default: none).",
     )
     onboard_max_s: float = Field(default=5.0, gt=0, le=600, description=_as_flag("onboard_max_s"))
+    peers: bool = Field(
+        default=False,
+        description="Let the servers share what they hold: a prompt first seen by prefill is found by decode, and the "
+        "other way round. A coordinator is started, unless coordinator_url names one.",
+    )
+    peer_port: int = Field(
+        default=6755,
+        ge=1,
+        le=65535,
+        description="Port for the other servers of the first server on a host, 1 to 65535; the next gets one more. "
+        "Used with peers.",
+    )
+    peer_transport: Literal["auto", "nixl", "tcp"] = Field(
+        default="auto", description=_as_flag("p2p_transport").replace("cache servers", "servers")
+    )
+    coordinator_url: Address | None = Field(
+        default=None,
+        description="Address of a coordinator that is started elsewhere, as HOST:PORT or with http:// in front "
+        "(default: one is started on the host of the first server).",
+    )
+    coordinator_port: int = Field(
+        default=6655, ge=1, le=65535, description="Port of the coordinator for the servers, 1 to 65535."
+    )
+    coordinator_http_port: int = Field(
+        default=8190,
+        ge=1,
+        le=65535,
+        description="Port of the coordinator for people (status, metrics), 1 to 65535, at the address in host.",
+    )
+    cluster_secret_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the secret that all servers and their coordinator share, at least 32 characters, on "
+        "every host; needed where they are on several hosts (default: cluster.secret in runtime_dir, made if absent).",
+    )
     runtime_dir: str | None = Field(default=None, min_length=1, description=_as_flag("runtime_dir"))

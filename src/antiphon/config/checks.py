@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from antiphon.config.checks_cache import CACHE_CHECKS
+from antiphon.config.checks_cache import CACHE_CHECKS, check_cache_handoff
 from antiphon.config.checks_host import HOST_CHECKS, RESOURCE_CHECKS, check_total_memory
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts
 from antiphon.config.hosts import WILDCARDS, is_loopback
+from antiphon.config.plan import BEHIND_ENGINES
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import POOLS, Pool, Spec
@@ -75,7 +76,7 @@ def check_ports(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     taken: dict[tuple[str, int], tuple[str, str]] = {}
     for plan in compiled.plans:
         host = "this machine" if plan.host in facts.local_hosts else plan.host
-        each = "server" if plan.role == "cache_server" else "replica"
+        each = "server" if plan.role in BEHIND_ENGINES else "replica"
         for use, port in plan.ports.items():
             field = plan.port_field(use)
             if port > 65535:
@@ -84,7 +85,7 @@ def check_ports(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             mine = (f"the {use.replace('_', ' ')} port of {plan.name}", field)
             other, other_field = taken.setdefault((host, port), mine)
             if (other, other_field) != mine:
-                counts = "" if plan.role == "router" else f"; {each}s on one host count up from it"
+                counts = "" if plan.role in ("router", "coordinator") else f"; {each}s on one host count up from it"
                 # One field clashes with itself where servers count up into each other's other port.
                 fields = field if field == other_field else f"{field} or {other_field}"
                 message = f"port {port} on {plan.host} is already {other} ({other_field})"
@@ -118,10 +119,13 @@ def _repeated(
 
 
 def check_handoff(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
-    """The way of handing over is one of this version, and its deadline lies inside the lease."""
-    if compiled.spec.handoff.kind == "cache":
-        yield Problem("handoff.kind", "handing over through a cache server is not part of this version", "write nixl")
-    router = compiled.spec.router
+    """The way of handing over can work, and its deadline lies inside the lease, where there is one."""
+    router, kind = compiled.spec.router, compiled.spec.handoff.kind
+    if "handoff" in router.model_fields_set and router.handoff != kind:
+        yield Problem("router.handoff", f"{router.handoff}, but handoff.kind is {kind}", "leave it out")
+    if kind == "cache":
+        yield from check_cache_handoff(compiled)
+        return
     lease = lease_s(compiled.transfers["prefill"].config)
     longest_s = handover_max_s(lease)
     if "handover_timeout_s" in router.model_fields_set and router.handover_timeout_s > longest_s:

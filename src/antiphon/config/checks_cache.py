@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from antiphon.config.cache_servers import server_of
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts, interpreter_key
+from antiphon.config.peers_plan import are_peers, is_cluster_open
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import Engine
+from antiphon.config.spec import POOLS
+from antiphon.config.tier_spec import parse_tier
 from antiphon.config.units import format_bytes
 from antiphon.core.ids import new_incarnation
 
@@ -122,4 +125,42 @@ def check_connector(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             yield Problem(compiled.spec.knob_path(engine.pool, "python"), message, fix)
 
 
-CACHE_CHECKS = [check_chunks, check_chunk_length, check_capacity, check_socket_paths, check_quotas, check_connector]
+def check_cluster_secret(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """Servers that are reached from other hosts share a secret that the operator gave."""
+    cache, servers = compiled.spec.cache, list(compiled.servers)
+    if cache.cluster_secret_file is None and is_cluster_open(compiled.spec, servers):
+        message = "is missing, and the cache servers are reached from other hosts: who reached one could change KV"
+        fix = "write a secret with: openssl rand -hex 32 > FILE, copy it to every host, and name it here"
+        yield Problem("cache.cluster_secret_file", message, fix)
+
+
+def check_cache_handoff(compiled: Compiled) -> Iterator[Finding]:
+    """KV can get from the prefill engines' cache servers to those of the decode engines."""
+    spec, servers = compiled.spec, list(compiled.servers)
+    without = [engine.name for engine in compiled.engines if server_of(engine, servers) is None]
+    if without:
+        message = f"{', '.join(without)} has no cache server, through which KV is handed over (handoff.kind: cache)"
+        yield Problem("cache.enabled", message, "write true, or handoff.kind: nixl")
+        return
+    for pool in POOLS:
+        extra = compiled.transfers[pool].config.get("kv_connector_extra_config", {})
+        key = {"prefill": "antiphon.store", "decode": "antiphon.load"}[pool]
+        if str(extra.get(key, True)).lower() == "false":
+            path = f"{pool}.kv_transfer_config.kv_connector_extra_config.{key}"
+            yield Problem(path, "false, but KV is handed over through the cache", "leave it out")
+    has_shared_tier = any(parse_tier(text).is_shared and parse_tier(text).store != "none" for text in spec.cache.l2)
+    if len(servers) > 1 and not are_peers(spec, servers) and not has_shared_tier:
+        message = "cache, but nothing brings KV from one cache server to another"
+        fix = "write cache.peers: true, name a tier in cache.l2 that all reach, or, on one host, cache.shared: true"
+        yield Problem("handoff.kind", message, fix)
+
+
+CACHE_CHECKS = [
+    check_chunks,
+    check_chunk_length,
+    check_capacity,
+    check_socket_paths,
+    check_quotas,
+    check_connector,
+    check_cluster_secret,
+]

@@ -22,6 +22,7 @@ from antiphon.config.kv_events_plan import (
     router_event_ports,
 )
 from antiphon.config.model_facts import ModelFacts, model_facts
+from antiphon.config.peers_plan import coordinator_plans, peer_notices, with_peers
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine, Machine, default_notices, place_engines, this_machine
@@ -53,7 +54,7 @@ class Compiled:
 
 
 def compile_spec(spec: Spec, machine: Machine | None = None) -> list[ProcessPlan]:
-    """Every process of ``spec``: cache servers, prefill engines, decode engines, router.
+    """Every process of ``spec``: coordinator, cache servers, prefill engines, decode engines, router.
 
     Args:
         machine: stands for every host where defaults depend on one (default: this one).
@@ -79,7 +80,7 @@ def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
     for engine in engines:
         transfers.setdefault(engine.pool, own[engine.name])
     lease = lease_s(transfers["prefill"].config)
-    server_plans = [cache_server_plan(server, spec) for server in servers]
+    server_plans = [with_peers(cache_server_plan(server, spec), server, spec, servers) for server in servers]
     router, router_notices = _filled_router(spec, engines, server_plans, lease)
     kv_bytes, kv_notices = _kv_bytes_per_token(spec, model)
     router = router.model_copy(update=kv_bytes)
@@ -90,7 +91,7 @@ def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
     return Compiled(
         spec=spec,
         engines=tuple(engines),
-        plans=(*server_plans, *engine_plans, _router_plan(router, host)),
+        plans=(*coordinator_plans(spec, servers), *server_plans, *engine_plans, _router_plan(router, host)),
         transfers=transfers,
         servers=tuple(servers),
         router=router,
@@ -102,6 +103,7 @@ def compile_all(spec: Spec, machine: Machine | None = None) -> Compiled:
         notices=(
             *default_notices(spec, engines),
             *cache_notices(spec, engines, servers),
+            *peer_notices(spec, servers),
             *dict.fromkeys(notice for transfer in found for notice in transfer.notices),
             *_unused_servers(servers, engines, own),
             *router_notices,
@@ -133,7 +135,7 @@ def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer, kv_events: dict
         "model_name": spec.model.served,
     }
     if engine.spec.kind == "simulated":
-        argv = _simulated_argv(engine, spec, transfer.config["kv_load_failure_policy"], kv_events)
+        argv = _simulated_argv(engine, spec, transfer.config, kv_events)
         return ProcessPlan(kind="simulated", argv=argv, env=dict(engine.spec.env), **common)
     return ProcessPlan(
         kind="vllm",
@@ -154,9 +156,8 @@ def _key_of_engine(engine: Engine, spec: Spec) -> dict[str, str]:
 
 
 def _simulated_argv(
-    engine: Engine, spec: Spec, load_failure_policy: str, kv_events: dict[str, Any] | None
+    engine: Engine, spec: Spec, transfer: dict[str, Any], kv_events: dict[str, Any] | None
 ) -> tuple[str, ...]:
-    # A simulated engine speaks to no cache server; flags that name one would be added here.
     argv = [sys.executable, "-m", "antiphon", "sim-engine", "--host", engine.bind, "--port", str(engine.port)]
     argv += ["--role", engine.pool, "--model-name", spec.model.served]
     argv += ["--engine-id", f"{engine.name}-{INCARNATION_PLACEHOLDER}"]
@@ -165,8 +166,11 @@ def _simulated_argv(
     argv += ["--side-channel-port", str(engine.side_channel_port)]
     if engine.spec.max_num_seqs is not None:
         argv += ["--max-num-seqs", str(engine.spec.max_num_seqs)]
-    if load_failure_policy != "fail":
-        argv += ["--kv-load-failure-policy", load_failure_policy]
+    if transfer["kv_load_failure_policy"] != "fail":
+        argv += ["--kv-load-failure-policy", transfer["kv_load_failure_policy"]]
+    port = cache_port(transfer) if spec.handoff.kind == "cache" else None
+    if port is not None:  # it speaks to a cache server only to hand over through it
+        argv += ["--cache-port", str(port), "--cache-chunk-size", str(spec.cache.chunk_size_tokens)]
     for key in ("endpoint", "topic", "replay_endpoint"):
         if kv_events is not None and key in kv_events:
             argv += [f"--kv-events-{key.replace('_', '-')}", kv_events[key]]
@@ -198,7 +202,12 @@ def _filled_router(
         pool: [http_url(engine.host, engine.port) for engine in engines if engine.pool == pool] for pool in POOLS
     }
     update |= filled_kv_events(router, engines)
+    update["handoff"] = spec.handoff.kind
     notices = []
+    if spec.handoff.kind == "cache" and "local_max_tokens" not in router.model_fields_set:
+        update["local_max_tokens"] = num_tokens = spec.cache.chunk_size_tokens - 1
+        text = f"{num_tokens}: a prompt that fills no chunk cannot be handed over through cache servers"
+        notices.append(Notice("router.local_max_tokens", text))
     host = _router_host(router, engines[0].host)
     near = [plan for plan in servers if is_same_host(plan.host, host)]
     update["cache_servers"] = list(dict.fromkeys([*router.cache_servers, *(plan.base_url for plan in near)]))
@@ -207,7 +216,8 @@ def _filled_router(
         text = f"not those of {names}: their reports are read on their own hosts only, so receipts lack their tokens"
         notices.append(Notice("router.cache_servers", text))
     longest_s = handover_max_s(lease)
-    if "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > longest_s:
+    has_lease = spec.handoff.kind == "nixl"
+    if has_lease and "handover_timeout_s" not in router.model_fields_set and router.handover_timeout_s > longest_s:
         update["handover_timeout_s"] = longest_s
         notices.append(Notice("router.handover_timeout_s", f"{longest_s:g} s, within the lease of the KV, {lease} s"))
     grace_s = spec.supervisor.stop_grace_s

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from antiphon.config.cache_server_spec import default_runtime_dir
+from antiphon.config.cluster import cluster_secret
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
 from antiphon.config.key_files import read_key, read_keys
 from antiphon.config.model_facts import ModelFacts, model_facts
+from antiphon.config.plan import BEHIND_ENGINES
 from antiphon.config.problems import Problem, SpecError
 from antiphon.config.resolve import Engine
 from antiphon.config.tenant_files import read_tenants
@@ -168,7 +170,7 @@ def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[
         for plan in compiled.plans
         if plan.host in local_hosts
         for use, port in plan.ports.items()
-        if plan.kind == "cache_server" or use != "http"
+        if plan.kind in BEHIND_ENGINES or use != "http"
     }
     router = compiled.plans[-1]
     if router.host in local_hosts:
@@ -203,4 +205,10 @@ def _key_file_errors(compiled: Compiled, local_hosts: frozenset[str]) -> dict[st
                 read(path, f"router.{name}")
         except ConfigError as error:
             errors[f"router.{name}"] = error.message
+    secret = compiled.spec.cache.cluster_secret_file
+    if secret is not None and any(plan.kind in BEHIND_ENGINES for plan in here):
+        try:
+            cluster_secret(secret, compiled.spec.cache.runtime_dir or default_runtime_dir(), [])
+        except ConfigError as error:
+            errors["cache.cluster_secret_file"] = error.message
     return errors

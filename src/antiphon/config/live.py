@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import InterpreterKey, interpreter_key, probe_interpreter, run_python
 from antiphon.config.hosts import WILDCARDS, host_and_port, is_this_machine
-from antiphon.config.plan import ProcessPlan
+from antiphon.config.plan import BEHIND_ENGINES, ProcessPlan
 
 CONNECT_TIMEOUT_S = 2.0
 HTTP_TIMEOUT_S = 5.0
@@ -54,8 +54,9 @@ def check_live(compiled: Compiled) -> list[LiveRow]:
 
 
 def tried(compiled: Compiled) -> list[ProcessPlan]:
-    """The processes that can be reached from here: all but the cache servers of other hosts, which are on loopback."""
-    return [plan for plan in compiled.plans if plan.kind != "cache_server" or is_this_machine(plan.host)]
+    """The processes that can be reached from here: all but what answers on loopback of other hosts, which are cache
+    servers and the coordinator."""
+    return [plan for plan in compiled.plans if plan.kind not in BEHIND_ENGINES or is_this_machine(plan.host)]
 
 
 def _try_process(plan: ProcessPlan) -> tuple[list[LiveRow], str | None]:
@@ -93,7 +94,7 @@ def _try_port(plan: ProcessPlan, use: str, host: str, port: int) -> LiveRow:
 
 def _try_health(plan: ProcessPlan, host: str, port: int) -> LiveRow:
     # That of a cache server stores and reads back a chunk; that of an engine or a router is spelled as vLLM spells it.
-    path = "/healthz" if plan.kind == "cache_server" else "/health"
+    path = "/healthz" if plan.kind in BEHIND_ENGINES else "/health"
     target = f"GET {plan.base_url}{path}"
     try:
         status, _ = _get(host, port, path)

@@ -11,15 +11,18 @@ from typing import Literal
 
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
 
-Role = Literal["prefill", "decode", "router", "cache_server"]
-Kind = Literal["vllm", "simulated", "router", "cache_server"]
+Role = Literal["prefill", "decode", "router", "cache_server", "coordinator"]
+Kind = Literal["vllm", "simulated", "router", "cache_server", "coordinator"]
 _PORT_FIELDS = {
     "http": "port",
     "side_channel": "side_channel_port",
     "kv_replay": "kv_replay_port",
     "kv_events": "kv_events_port",
 }
-_CACHE_PORT_FIELDS = {"calls": "port", "http": "http_port"}
+_CACHE_PORT_FIELDS = {"calls": "port", "http": "http_port", "peers": "peer_port"}
+_COORDINATOR_PORT_FIELDS = {"calls": "coordinator_port", "http": "coordinator_http_port"}
+BEHIND_ENGINES: frozenset[str] = frozenset(("cache_server", "coordinator"))
+"""The kinds that serve engines and no client: what they lose is computed, and their HTTP is for their own host."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class ProcessPlan:
     """Variables removed from the inherited environment."""
     ports: dict[str, int] = field(default_factory=dict)
     """Every port that it listens on, by use: ``http``; of an engine ``side_channel`` and ``kv_replay``, of the router
-    ``kv_events``, of a cache server ``calls``. Of a further data-parallel rank, it ends in its number: ``kv_replay_1``.
+    ``kv_events``, of a cache server ``calls`` and ``peers``, of a coordinator ``calls``. Of a further data-parallel
+    rank, it ends in its number: ``kv_replay_1``.
     """
     base_url: str = ""
     """Where its HTTP API answers, ``http://host:port``."""
@@ -67,6 +71,8 @@ class ProcessPlan:
         """The dotted path of the spec field that gives the port for ``use``."""
         if self.role == "cache_server":
             return f"cache.{_CACHE_PORT_FIELDS[use]}"
+        if self.role == "coordinator":
+            return f"cache.{_COORDINATOR_PORT_FIELDS[use]}"
         return f"{self.role}.{_PORT_FIELDS[use.rstrip('_0123456789')]}"
 
     def born(self, incarnation: str) -> ProcessPlan:

@@ -134,6 +134,11 @@ class RouterSpec(SpecModel):
         description="URL of a decode engine, http://HOST:PORT. Empty in a spec file: the compiler fills it from the "
         "pool.",
     )
+    allow_empty: bool = Field(
+        default=False,
+        description="Start without a decode engine: engines come by POST /endpoints, and until one has, requests are "
+        "refused with 503.",
+    )
     cache_servers: list[AdminUrl] = Field(
         default_factory=list,
         max_length=1024,
@@ -240,6 +245,11 @@ class RouterSpec(SpecModel):
         description="Seconds, from the signal to stop, in which /readiness says that the router stops while requests "
         "are still taken, so that a load balancer looks elsewhere first, 0 to 3600. With drain_timeout_s less than "
         "supervisor.stop_grace_s.",
+    )
+    handoff: Literal["nixl", "cache"] = Field(
+        default="nixl",
+        description="How KV gets from prefill to decode. nixl: the decode engine pulls it from the prefill engine. "
+        "cache: through the cache servers of both; their engines have AntiphonConnector and no other.",
     )
     handover_timeout_s: float = Field(
         default=20.0,

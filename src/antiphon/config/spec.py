@@ -263,7 +263,9 @@ class HandoffSpec(SpecModel):
 
     kind: Literal["nixl", "cache"] = Field(
         default="nixl",
-        description="nixl: the decode engine pulls from the prefill engine. cache is not in this version.",
+        description="nixl: the decode engine pulls from the prefill engine. cache: the prefill engine stores in its "
+        "cache server, from which that of the decode engine has it: what is stored survives the prefill engine. It "
+        "needs one server for both pools, cache.peers, or a tier in cache.l2 that all servers share.",
     )
     kv_load_failure_policy: Literal["fail", "recompute"] = Field(
         default="fail",

@@ -53,7 +53,7 @@ def transfer_of(engine: Engine, handoff: HandoffSpec, servers: list[CacheServer]
     raw = engine.spec.kv_transfer_config
     where = f"{engine.pool}.kv_transfer_config"
     if raw is None:
-        raw = own_connectors(server_of(engine, servers))
+        raw = own_connectors(server_of(engine, servers), handoff.kind)
     transfer = Transfer(config={})
     around = _Around(engine, handoff, servers, transfer)
     policy = _policy(raw, where, transfer) or handoff.kv_load_failure_policy
@@ -140,6 +140,8 @@ def _connector(raw: dict[str, Any], where: str, around: _Around) -> dict[str, An
         fix = "write a mapping, or leave it out"
         transfer.problems.append(Problem(f"{where}.kv_connector_extra_config", "is not a mapping", fix))
         extra = {}
+    if handoff.kind == "cache":
+        return _through_cache(raw, where, around)
     config: dict[str, Any] = {"kv_connector": name, "kv_role": _role(raw, where, engine, transfer)}
     config.update(_kept(raw, where, transfer))
     if name == MULTI:
@@ -165,6 +167,17 @@ def _connector(raw: dict[str, Any], where: str, around: _Around) -> dict[str, An
     }
     _check_lease(config["kv_connector_extra_config"]["kv_lease_duration"], where, transfer)
     return config
+
+
+def _through_cache(raw: dict[str, Any], where: str, around: _Around) -> dict[str, Any]:
+    """The connector of an engine whose KV is handed over by cache servers: ours alone."""
+    name = raw.get("kv_connector")
+    if _is_cache(name):
+        return _child(raw, where, around)
+    fix = f"leave kv_transfer_config out, write {CACHE_CONNECTOR} alone, or handoff.kind: nixl"
+    message = f"{name!r}, but handoff.kind is cache, for which an engine has {CACHE_CONNECTOR} and no other"
+    around.transfer.problems.append(Problem(f"{where}.kv_connector", message, fix))
+    return {"kv_connector": CACHE_CONNECTOR, "kv_role": "kv_both"}
 
 
 def _children(extra: dict[str, Any], where: str, around: _Around) -> list[dict[str, Any]]:
@@ -238,7 +251,10 @@ def _kept(raw: dict[str, Any], where: str, transfer: Transfer) -> dict[str, Any]
 def _refused(name: object, where: str) -> Problem:
     if _is_cache(name):
         message = f"{name} alone reuses KV but hands none from prefill to decode"
-        fix = f"put it beside a {NIXL} in a {MULTI}, or leave kv_transfer_config out, which does the same"
+        fix = (
+            f"put it beside a {NIXL} in a {MULTI}, leave kv_transfer_config out, which does the same, or write "
+            "handoff.kind: cache"
+        )
     elif name == MOONCAKE_STORE:
         message = f"{name}: Mooncake as a cache is not part of this version"
         fix = f"write {CACHE_CONNECTOR}, or leave that connector out"

@@ -46,9 +46,10 @@ NO_EFFECT = frozenset(
         "autostart.server_args",
         "autostart.wait_timeout",
     )
-)
+) | {"lmcache_rpc_port"}
 """Keys of LMCache that tune its own transport, or ask for what always happens here."""
-KNOWN_KEYS = frozenset({*OWN_KEYS, *ALIASES, *NO_EFFECT})
+PARTIAL_CHUNKS = "discard_partial_chunks"
+KNOWN_KEYS = frozenset({*OWN_KEYS, *ALIASES, *NO_EFFECT, PARTIAL_CHUNKS})
 _KEPT = frozenset({"kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config"})
 _LEFT_OUT = frozenset(
     {"kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "engine_id"}
@@ -59,8 +60,11 @@ _OUR_PLACES = (None, MODULE_PATH)
 Finding = Problem | Notice
 
 
-def own_connectors(server: CacheServer | None) -> dict[str, Any]:
-    """What an engine without a ``kv_transfer_config`` gets: NIXL, and beside it the cache where it has a server."""
+def own_connectors(server: CacheServer | None, handoff: str) -> dict[str, Any]:
+    """What an engine without a ``kv_transfer_config`` gets: NIXL, and beside it the cache where it has a server; the
+    cache alone where it hands KV over (``handoff.kind``)."""
+    if handoff == "cache":
+        return {"kv_connector": CACHE_CONNECTOR}
     nixl = {"kv_connector": "NixlConnector"}
     if server is None:
         return nixl
@@ -151,6 +155,12 @@ def _take_key(key: str, value: Any, path: str, given: dict[str, Any]) -> Iterato
     elif key == "lmcache.mp.server_urls":
         message = "several cache servers for one engine are not part of this version"
         yield Problem(f"{path}.{key}", message, "remove it; an engine uses the server of its own host")
+    elif key == PARTIAL_CHUNKS:
+        text = (
+            "is left out: chunks are whole here; what fills none at the end of a prompt is computed by the decode "
+            "engine, and a prompt of less than a chunk wholly"
+        )
+        yield Notice(f"{path}.{key}", text)
     elif key in NO_EFFECT:
         yield Notice(f"{path}.{key}", "is left out: it has no effect here")
     else:

@@ -5,14 +5,15 @@ Values and arithmetic; the calls to the cache server are in ``scheduler``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from antiphon.client.pending import Pending
 from antiphon.client.session import Session
 from antiphon.connector.compat import RequestFields
 from antiphon.core.chunks import ChunkChain, MultimodalItem
 from antiphon.core.namespace import NamespaceDigest
-from antiphon.protocol.cache import Region
+from antiphon.protocol.cache import PEER_SOURCE, Region
+from antiphon.protocol.cache_handoff import HandoffKey
 
 PROMISES_AHEAD_MAX = 256
 """Requests that may hold a promise before the scheduler asks for them, and as many again that it has asked for and not
@@ -56,6 +57,7 @@ class Promise:
         is_capped: more was readable, and held back.
         held_at_s: when its session was last seen open, in seconds of the monotonic clock: the lease was held then.
         l2_chunks: which of the regions came from a tier for this lookup.
+        peer_chunks: which of them came from another cache server.
     """
 
     session: Session | None
@@ -66,11 +68,24 @@ class Promise:
     is_capped: bool = False
     held_at_s: float = 0.0
     l2_chunks: frozenset[int] = frozenset()
+    peer_chunks: frozenset[int] = frozenset()
 
-    def num_l2_tokens(self, start: int, end: int, chunk_size_tokens: int) -> int:
-        """Tokens from ``start`` to ``end`` that lie in chunks from a tier."""
-        places = ((chunk * chunk_size_tokens, (chunk + 1) * chunk_size_tokens) for chunk in self.l2_chunks)
-        return sum(max(0, min(end, last) - max(start, first)) for first, last in places)
+    def with_fetched(self, fetched: tuple[tuple[str, tuple[int, ...]], ...]) -> Promise:
+        """The promise, with the sources of the chunks that came for this lookup (``Found.fetched``)."""
+        if not fetched:
+            return self
+        peer = frozenset(place for source, places in fetched if source == PEER_SOURCE for place in places)
+        l2 = frozenset(place for source, places in fetched if source != PEER_SOURCE for place in places)
+        return replace(self, l2_chunks=l2, peer_chunks=peer)
+
+    def num_fetched_tokens(self, start: int, end: int, chunk_size_tokens: int) -> tuple[int, int]:
+        """Tokens from ``start`` to ``end`` that lie in chunks from a tier, and in chunks from another cache server."""
+
+        def num_in(chunks: frozenset[int]) -> int:
+            places = ((chunk * chunk_size_tokens, (chunk + 1) * chunk_size_tokens) for chunk in chunks)
+            return sum(max(0, min(end, last) - max(start, first)) for first, last in places)
+
+        return num_in(self.l2_chunks), num_in(self.peer_chunks)
 
 
 @dataclass(slots=True)
@@ -91,6 +106,7 @@ class Sources:
     num_preemptions: int = 0
     num_known: int = 0
     l2: int = 0
+    peer: int = 0
 
     def step(
         self,
@@ -100,15 +116,17 @@ class Sources:
         local_tokens: int,
         is_from_l1: bool,
         prompt: int,
-        l2_tokens: int = 0,
+        fetched_tokens: tuple[int, int] = (0, 0),
     ) -> None:
         """A step computes ``num_scheduled`` tokens from token ``num_computed`` on.
 
         Args:
             local_tokens: the engine's own hit at the last admission.
-            is_from_l1: whether what was loaded at the last admission came from the cache server.
+            is_from_l1: whether what was loaded at the last admission was found by the cache server; else it was handed
+                over by a prefill engine.
             prompt: tokens of the prompt; later ones have no source.
-            l2_tokens: of those loaded at the last admission, how many came from a tier behind the server.
+            fetched_tokens: of those loaded at the last admission, how many came from a tier behind the server, and how
+                many from another cache server.
         """
         there, end = min(num_computed, prompt), min(num_computed + num_scheduled, prompt)
         if there > self.num_known:
@@ -116,9 +134,11 @@ class Sources:
             loaded = there - self.num_known - device
             self.device += device
             if is_from_l1:
-                from_l2 = min(loaded, l2_tokens)
+                from_l2 = min(loaded, fetched_tokens[0])
+                from_peer = min(loaded - from_l2, fetched_tokens[1])
                 self.l2 += from_l2
-                self.l1 += loaded - from_l2
+                self.peer += from_peer
+                self.l1 += loaded - from_l2 - from_peer
             else:
                 self.remote_prefill += loaded
             self.num_known = there
@@ -129,7 +149,7 @@ class Sources:
     @property
     def total(self) -> int:
         """Tokens with a source."""
-        return self.device + self.l1 + self.l2 + self.remote_prefill + self.computed
+        return self.device + self.l1 + self.l2 + self.peer + self.remote_prefill + self.computed
 
 
 @dataclass(slots=True)
@@ -148,8 +168,9 @@ class TrackedRequest:
         loading: blocks being filled from the arena.
         no_load: a load of this request has failed: it is computed.
         jobs: stores that have not ended.
-        l2_tokens: tokens of what was loaded at the last admission that came from a tier.
+        fetched_tokens: tokens of what was loaded at the last admission that came from a tier, and from another server.
         is_asked: the scheduler has asked for it since it came.
+        handed_over: what a prefill engine has stored of it, by its own word; None where none has.
         no_room_since_s: when the scheduler asked for it first while too many others held promises.
         is_finished: vLLM is done with it; kept while a load or store runs.
     """
@@ -165,10 +186,11 @@ class TrackedRequest:
     loading: frozenset[int] = frozenset()
     no_load: bool = False
     is_from_l1: bool = False
-    l2_tokens: int = 0
+    fetched_tokens: tuple[int, int] = (0, 0)
     jobs: set[int] = field(default_factory=set)
     sources: Sources = field(default_factory=Sources)
     is_asked: bool = False
+    handed_over: HandoffKey | None = None
     no_room_since_s: float | None = None
     is_finished: bool = False
 

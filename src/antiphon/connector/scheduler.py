@@ -26,18 +26,21 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from antiphon.connector.compat import RequestFields, is_remote_prefill
 from antiphon.connector.gate_watch import GateWatch
+from antiphon.connector.handing_over import answer_timeout_s, handoff_params
 from antiphon.connector.onboarding import PrefillRate, is_late
 from antiphon.connector.options import SchedulerOptions, SessionSource
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
+from antiphon.connector.reporting import report_of
 from antiphon.connector.requests import LookupCall, Pins, Promise, RequestIdentity, TrackedRequest
 from antiphon.core.chunks import ChunkChain
 from antiphon.core.errors import AntiphonError
 from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as calls
+from antiphon.protocol.cache_handoff import read_key
 
 log = logging.getLogger("antiphon.connector")
 
@@ -99,7 +102,7 @@ class SchedulerSide:
         # done when the preemption is told of, since that can be after the request has new blocks.
         tracked.local_tokens = num_computed_tokens
         tracked.is_from_l1 = False
-        tracked.l2_tokens = 0
+        tracked.fetched_tokens = (0, 0)
         tracked.num_stored_chunks = 0
         if not self._may_load(tracked) or num_computed_tokens >= self._loadable_tokens(request):
             return 0, False  # what was found is given back when the request has its blocks
@@ -147,8 +150,8 @@ class SchedulerSide:
         tracked.promise = promise
         tracked.loading = frozenset(to_fill)
         self._pins.note(tracked)
-        tracked.is_from_l1 = True
-        tracked.l2_tokens = promise.num_l2_tokens(start, end, size)
+        tracked.is_from_l1 = tracked.handed_over is None
+        tracked.fetched_tokens = promise.num_fetched_tokens(start, end, size)
         tracked.num_stored_chunks = max(tracked.num_stored_chunks, last)
         return load
 
@@ -173,7 +176,7 @@ class SchedulerSide:
             num_scheduled,
             local_tokens=tracked.local_tokens,
             is_from_l1=tracked.is_from_l1,
-            l2_tokens=tracked.l2_tokens,
+            fetched_tokens=tracked.fetched_tokens,
             prompt=tracked.request.num_prompt_tokens,
         )
         self._plan_stores(tracked, num_computed + num_scheduled)
@@ -202,6 +205,12 @@ class SchedulerSide:
         plan.made_at_s = self._now_s()
         self._rate.step(plan.made_at_s)
         return plan
+
+    def handed_over(self, request: RequestFields) -> dict[str, Any] | None:
+        """What a prefill that is about to be ``finished`` tells the decode engine; see ``handing_over``."""
+        tracked = self._requests.get(request.request_id)
+        session, size = self._client.session, self._options.chunk_size_tokens
+        return None if tracked is None or self._sick is not None else handoff_params(tracked, session, size)
 
     def finished(self, request: RequestFields, is_aborted: bool) -> bool:
         """vLLM is done with the request. Returns whether its blocks must be held back for running stores."""
@@ -278,7 +287,8 @@ class SchedulerSide:
                 tracked = TrackedRequest(request, None, None)
             else:
                 chain = ChunkChain(identity.namespace, self._options.chunk_size_tokens, identity.items)
-                tracked = TrackedRequest(request, identity, chain)
+                handed_over = read_key(request.kv_transfer_params)
+                tracked = TrackedRequest(request, identity, chain, handed_over=handed_over)
             self._requests[request.request_id] = tracked
         return tracked
 
@@ -316,7 +326,8 @@ class SchedulerSide:
         identity = tracked.identity
         keys = b"".join(tracked.chain.keys[:num_keys])
         names = (tracked.request.request_id, identity.namespace, identity.tenant)
-        body = calls.Lookup(*names, keys, self._options.onboard_max_s, self._rate.tokens_per_s)
+        waits = (self._options.onboard_max_s, self._rate.tokens_per_s)
+        body = calls.Lookup(*names, keys, *waits, tracked.handed_over)
         tracked.lookup = LookupCall(session, session.submit(body), self._now_s())
 
     def _promise_of(self, tracked: TrackedRequest) -> Promise | None:
@@ -384,8 +395,9 @@ class SchedulerSide:
     def _answer(self, tracked: TrackedRequest, lookup: LookupCall) -> Promise | None:
         now_s = self._now_s()
         if not lookup.pending.is_done and not lookup.pending.wait(max(0.0, lookup.sent_s + LOOKUP_WAIT_S - now_s)):
-            is_overdue = is_late(lookup, now_s, self._options.lookup_timeout_s)
-            if lookup.session.is_open and lookup.session.is_responsive and not is_overdue:
+            is_overdue = is_late(lookup, now_s, answer_timeout_s(tracked, self._options.lookup_timeout_s))
+            is_hung = tracked.handed_over is None and not lookup.session.is_responsive
+            if lookup.session.is_open and not is_hung and not is_overdue:
                 return None
             lookup.pending.abandon()
             return self._miss()
@@ -397,9 +409,8 @@ class SchedulerSide:
         assert isinstance(found, calls.Found)
         is_capped = found.num_chunks_capped > 0
         asked_s = lookup.sent_s if lookup.pending.onboarding is None else now_s
-        l2_chunks = frozenset(place for _, places in found.fetched for place in places)
         promise = Promise(lookup.session, found.lease, found.regions, found.num_tokens, asked_s, is_capped)
-        return replace(promise, l2_chunks=l2_chunks) if l2_chunks else promise
+        return promise.with_fetched(found.fetched)
 
     def _drop_lookup(self, tracked: TrackedRequest) -> None:
         """The answer is not wanted. One that is here is given back like a promise, since its session may have ended."""
@@ -475,19 +486,4 @@ class SchedulerSide:
         if session is None or sources.num_known == 0:
             return
         has_ended_early = is_aborted and sources.num_known < tracked.request.num_prompt_tokens
-        session.submit(
-            calls.Report(
-                request=tracked.request.request_id,
-                engine=self._options.engine,
-                incarnation=self._options.incarnation,
-                num_prompt_tokens=tracked.request.num_prompt_tokens,
-                device=sources.device,
-                l1=sources.l1,
-                remote_prefill=sources.remote_prefill,
-                computed=sources.computed,
-                num_preemptions=sources.num_preemptions,
-                finish="aborted" if has_ended_early else "finished",
-                namespace=b"" if tracked.identity is None else tracked.identity.namespace,
-                l2=sources.l2,
-            )
-        )
+        session.submit(report_of(tracked, self._options, "aborted" if has_ended_early else "finished"))

@@ -79,6 +79,10 @@ def _no_load() -> LoadPlan | None:
     return None
 
 
+def _no_params() -> dict[str, Any] | None:
+    return None
+
+
 def _miss() -> tuple[int | None, bool]:
     return 0, False
 
@@ -243,17 +247,25 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.worker_news(news, received, connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM is done with the request; True holds its blocks back until the workers report it as stored."""
+        """vLLM is done with the request; True holds its blocks back until the workers report it as stored.
+
+        With it comes what a decode engine needs to find the KV, where the request asked for that.
+        """
+        params = None if compat.has_ended_early(request) else self._handed_over(request)
         is_held_back = self._finished(request)
         if is_held_back:
             self._held_back.append(request.request_id)
-        return is_held_back, None
+        return is_held_back, params
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As ``request_finished``."""
         return self.request_finished(request, block_ids[0])
+
+    @guarded(_no_params)
+    def _handed_over(self, request: Any) -> dict[str, Any] | None:
+        return None if self._scheduler is None else self._scheduler.handed_over(request)
 
     @guarded(bool)
     def _finished(self, request: Any) -> bool:

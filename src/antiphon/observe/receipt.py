@@ -58,6 +58,8 @@ class Receipt:
     alone; not shown where an engine says how many there are."""
     output_tokens: int | None = None
     """Of a tenant's answer that was not streamed, as it says itself; None where it does not. Not shown."""
+    handed_over_by: str | None = None
+    """``nixl`` or ``cache``, where a decode engine was given a handle."""
     reported: ReportedTokens | None = None
     """What the engines reported through cache servers; filled in by who follows these."""
     prefill_ms: float | None = None
@@ -78,6 +80,7 @@ class Receipt:
             "created_unix_s": round(self.created_unix_s, 3),
             "path": self.path,
             "reason": self.reason,
+            "handoff": self.handoff,
             "num_held_tokens": self.num_held_tokens,
             "stream": self.stream,
             "client_request_id": self.client_request_id,
@@ -123,6 +126,17 @@ class Receipt:
             return {"device": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
         num_tokens = self.num_placed_tokens if self.prompt_tokens is None else self.prompt_tokens
         return {} if num_tokens is None else {"unknown": num_tokens}
+
+    @property
+    def handoff(self) -> str | None:
+        """Which hand-over has served: ``nixl``, ``cache`` or ``none``, as the decode engine says what it had from one;
+        None where a handle was sent and the engine has not said."""
+        if self.handed_over_by is None:
+            return "none"
+        last = None if self.reported is None else self.reported.decode
+        if last is None:
+            return None
+        return self.handed_over_by if last.remote_prefill else "none"
 
     @property
     def has_sources(self) -> bool:

@@ -34,7 +34,7 @@ class TokenMetrics:
         yield _counter(
             "prompt_tokens",
             "Prompt tokens by where the system had them from: device (an engine's own cache), l1 (a cache server), "
-            "l2 (a tier behind it), computed, unknown (not reported).",
+            "l2 (a tier behind it), peer (another cache server), computed, unknown (not reported).",
             "source",
             self.by_source,
         )

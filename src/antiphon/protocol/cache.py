@@ -20,6 +20,7 @@ import msgspec
 
 from antiphon.core import errors
 from antiphon.core.errors import AntiphonError, CacheError, ProtocolError
+from antiphon.protocol.cache_handoff import HandoffKey
 
 PROTOCOL_VERSION: Final = 1
 """A server answers a client of another version with ``Failure`` and closes: there is one version at a time."""
@@ -30,6 +31,9 @@ FRAME_BYTES_MAX: Final = 1 << 20
 LENGTH_BYTES: Final = 4
 
 KEY_BYTES: Final = 32
+
+PEER_SOURCE: Final = "peer"
+"""Source of chunks that came from another cache server, in ``Found.fetched``; all other sources there are tiers."""
 
 GATE_TENANT: Final = "antiphon.gate"
 """Tenant of the pattern by which an engine proves its copies: no user's, and left out of what is shown."""
@@ -97,6 +101,7 @@ class Lookup(CallBody, frozen=True):
         keys: 32 bytes each, joined.
         onboard_s: how long the answer may wait for chunks of tiers; 0: not at all.
         prefill_tokens_per_s: how fast the caller computes, so that it does not wait longer than that; 0: not known.
+        handoff: what a prefill engine has stored of the prompt, or is storing: it is waited for.
     """
 
     request: str
@@ -105,6 +110,7 @@ class Lookup(CallBody, frozen=True):
     keys: bytes
     onboard_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    handoff: HandoffKey | None = None
 
 
 class Release(CallBody, frozen=True):
@@ -155,7 +161,7 @@ class Clear(CallBody, frozen=True):
 
 
 class Report(CallBody, frozen=True):
-    """Where the prompt tokens of one request came from. The five counts add up to ``num_prompt_tokens``, or an alarm.
+    """Where the prompt tokens of one request came from. Their counts add up to ``num_prompt_tokens``, or an alarm.
 
     Args:
         request: the engine's request id, which contains the ``x-request-id`` that the router sent.
@@ -170,6 +176,7 @@ class Report(CallBody, frozen=True):
         finish: ``finished``, or ``aborted`` before the prompt was complete (the counts then do not add up).
         namespace: digest of the request's namespace; empty where it goes without reuse.
         l2: tokens loaded from this server that came from a tier for this request; not among ``l1``.
+        peer: tokens loaded from this server that came from another one for this request; not among ``l1``.
     """
 
     request: str
@@ -184,6 +191,7 @@ class Report(CallBody, frozen=True):
     finish: str
     namespace: bytes = b""
     l2: int = 0
+    peer: int = 0
 
 
 class EngineNote(CallBody, frozen=True):
@@ -249,6 +257,7 @@ class Welcome(AnswerBody, frozen=True):
         chunk_size_tokens: tokens of a chunk.
         arena_bytes: size of the mapping, its header page included.
         data_offset_bytes: where the arena proper begins in it; region offsets count from there.
+        peer_address: where other cache servers reach this one; empty where it has no peers.
     """
 
     version: int
@@ -258,6 +267,7 @@ class Welcome(AnswerBody, frozen=True):
     chunk_size_tokens: int
     arena_bytes: int
     data_offset_bytes: int
+    peer_address: str = ""
 
 
 class Attached(AnswerBody, frozen=True):

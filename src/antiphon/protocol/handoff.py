@@ -7,14 +7,19 @@ versions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from antiphon.protocol.body import Body, Buffer, member, scan
+from antiphon.protocol.cache_handoff import ASKED
 
 PREFILL_PARAMS = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
 """What a prefill request carries in ``kv_transfer_params`` (vLLM, NixlConnector)."""
+
+PARAMS_OF: Final[Mapping[str, bytes]] = {"nixl": PREFILL_PARAMS, "cache": ASKED}
+"""The same, by how KV is handed over: the engine pulls from the other, or its cache server does."""
 
 _Fields = Mapping[str, bytes]
 
@@ -37,7 +42,11 @@ class Handoff:
         to_drain: _Fields | None = None,
     ) -> None:
         self._always = {**always, "kv_transfer_params": PREFILL_PARAMS}
-        self._members = {key: member(key, value) for key, value in self._always.items()}
+        members = {key: member(key, value) for key, value in self._always.items()}
+        self._members = {
+            params: {**members, "kv_transfer_params": member("kv_transfer_params", params)}
+            for params in PARAMS_OF.values()
+        }
         self._if_present = if_present or {}
         self._if_streamed = if_streamed or {}
         self._to_drain = to_drain or {}
@@ -55,9 +64,16 @@ class Handoff:
             fields.update((key, value) for key, value in self._if_streamed.items() if key in body.values)
         return {**fields, **self._always}
 
-    def prefill_body(self, body: Body) -> list[Buffer]:
-        """The client's request as a prefill: see :meth:`prefill_fields`."""
-        return body.splice(self.prefill_fields(body), self._members)
+    def prefill_body(self, body: Body, params: bytes = PREFILL_PARAMS) -> list[Buffer]:
+        """The client's request as a prefill: see :meth:`prefill_fields`.
+
+        Args:
+            params: one of ``PARAMS_OF``.
+        """
+        fields = self.prefill_fields(body)
+        if params is not PREFILL_PARAMS:
+            fields = {**fields, "kv_transfer_params": params}
+        return body.splice(fields, self._members[params])
 
     def drain_fields(self, body: Body, params: bytes) -> dict[str, bytes]:
         """The fields of a decode request whose only use is to pull the KV, since the client has left."""

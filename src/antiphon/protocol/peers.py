@@ -33,6 +33,9 @@ EVENTS_PER_CALL_MAX: Final = 4_096
 HOLDERS_PER_KEY_MAX: Final = 3
 """Holders that an answer names for a key: a reader needs one, and others where that one does not answer."""
 LEND_KEYS_MAX: Final = 256
+HELD_KEYS_MAX: Final = 512
+HELD_STATES: Final = ("unseen", "reserved", "readable", "refused")
+"""Of a chunk that was handed over: nobody stores it yet, it is being stored, it can be lent, there was no room."""
 METADATA_BYTES_MAX: Final = 65_536
 
 PEER: Final = "peer"
@@ -235,6 +238,23 @@ class Lent(Body, frozen=True):
     num_capped: _Number
 
 
+class AskHeld(Body, frozen=True):
+    """How far is the store of these chunks, which an engine of the callee has handed over?
+
+    Args:
+        tier_keys, chunk_keys: of the same chunks, joined; at most ``HELD_KEYS_MAX``.
+    """
+
+    tier_keys: Annotated[bytes, msgspec.Meta(max_length=HELD_KEYS_MAX * KEY_BYTES)]
+    chunk_keys: Annotated[bytes, msgspec.Meta(max_length=HELD_KEYS_MAX * KEY_BYTES)]
+
+
+class Held(Body, frozen=True):
+    """The answer to ``AskHeld``. ``states``: one of ``HELD_STATES`` a chunk, as its number there."""
+
+    states: Annotated[bytes, msgspec.Meta(max_length=HELD_KEYS_MAX)]
+
+
 class Read(Body, frozen=True):
     """Send the bytes of a leased chunk over this connection."""
 
@@ -248,7 +268,7 @@ class ReadBegins(Body, frozen=True):
 
 
 class Return(Body, frozen=True):
-    """The leases are needed no more."""
+    """The leases are needed no more. It has no answer."""
 
     leases: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=LEND_KEYS_MAX)]
 
@@ -282,6 +302,8 @@ Message = (
     | NixlInfo
     | Lend
     | Lent
+    | AskHeld
+    | Held
     | Read
     | ReadBegins
     | Return

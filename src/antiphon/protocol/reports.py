@@ -36,6 +36,7 @@ class TokenReport(msgspec.Struct, frozen=True):
     finish: Literal["finished", "aborted"]
     namespace: _Digest = ""
     l2: _Count = 0
+    peer: _Count = 0
 
 
 ReportPage = Page[TokenReport]

@@ -7,10 +7,12 @@ behind Serve's HTTP address. Nothing is started here.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 
@@ -19,7 +21,7 @@ from antiphon.config.compile import compile_all
 from antiphon.config.facts import HostFacts
 from antiphon.config.hosts import WILDCARDS, is_loopback
 from antiphon.config.problems import Notice, Problem, SpecError
-from antiphon.config.resolve import this_machine
+from antiphon.config.resolve import Machine, this_machine
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.spec import POOLS, Pool
 from antiphon.ray.engine_replica import LEAVE_MARGIN_S, EngineReplica
@@ -43,20 +45,30 @@ NO_ACCESS_LOG = {"enable_access_log": False}
 
 def build(pd_config: object) -> Application:
     """The application that ``pd_config`` describes; see :func:`antiphon.ray.build_pd_openai_app`."""
-    found = mapped(parse(pd_config))
-    notices = [*found.notices, *_checked(found)]
-    spec = found.spec
+    found = mapped(parse(pd_config), machine=_machine())
+    notices, spec = list(found.notices), found.spec
     if spec.cache.enabled and "shared" not in spec.cache.model_fields_set:
         spec = spec.model_copy(update={"cache": spec.cache.model_copy(update={"shared": True})})
         if compile_all(spec, this_machine()).servers:
             notices.append(Notice("antiphon.cache.shared", "true: one cache server on each node, for both pools"))
+        found = replace(found, spec=spec)
+    notices += _checked(found)
     for notice in dict.fromkeys(notices):
         sys.stderr.write(f"antiphon: notice: {notice}\n")
-    settings = AppSettings(spec, found.pools, found.ingress)
+    settings = AppSettings(spec, found.pools, found.ingress, time.time())
     router = _router(settings)
     pools = [_pool(settings, pool, router) for pool in POOLS]
     ingress: Application = _ingress(settings).bind(settings, router, *pools)
     return ingress
+
+
+def _machine() -> Machine:
+    """This machine, with GPUs where any node of the cluster has some: engines are placed there."""
+    machine = this_machine()
+    if not machine.has_cuda and ray.is_initialized():
+        cluster: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        machine = replace(machine, has_cuda=cluster.get("GPU", 0) > 0)
+    return machine
 
 
 def _checked(found: Mapped) -> list[Notice]:
@@ -71,10 +83,13 @@ def _checked(found: Mapped) -> list[Notice]:
     for check in (check_owned, check_handoff, check_pools_agree, check_router):
         findings += check(compiled, nothing)
     findings += _unreachable(found.spec.router)
+    if found.spec.cache.peers:
+        message = "cache servers on Ray do not share what they hold in this version: nobody starts their coordinator"
+        findings.append(Problem("cache.peers", message, "leave it out"))
     problems = [each for each in findings if isinstance(each, Problem)]
     if problems:
         raise SpecError([replace(each, field=f"antiphon.{each.field}") for each in dict.fromkeys(problems)])
-    return [each for each in findings if isinstance(each, Notice)]
+    return [*(each for each in findings if isinstance(each, Notice)), *_open_engines(found.spec.router)]
 
 
 def _unreachable(router: RouterSpec) -> Iterator[Problem]:
@@ -83,6 +98,13 @@ def _unreachable(router: RouterSpec) -> Iterator[Problem]:
         message = f"is missing, and the router, on {router.host} alone, takes no engines without it"
         fix = "name a file with the key, which every node has; or write 0.0.0.0 as host"
         yield Problem("router.admin_key_file", message, fix)
+
+
+def _open_engines(router: RouterSpec) -> Iterator[Notice]:
+    """Engines listen beyond their nodes where the router does."""
+    if not is_loopback(router.host) and router.worker_api_key_file is None:
+        text = "is missing: engines listen at the addresses of their nodes, and answer whoever reaches them there"
+        yield Notice("antiphon.router.worker_api_key_file", text)
 
 
 def _router(settings: AppSettings) -> Application:

@@ -76,8 +76,7 @@ class DetachedGuard(Guard):
             command = [
                 sys.executable,
                 "-P",
-                "-m",
-                __name__,
+                __file__,  # as a program by itself: the package around it would be loaded for as long as it waits
                 "--deployment",
                 self._name,
                 "--supervisor",

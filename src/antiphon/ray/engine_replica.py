@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
+from antiphon.config.kv_events import hears_kv_events
 from antiphon.config.resolve import this_machine
 from antiphon.config.spec import Pool
 from antiphon.core.errors import StartError
@@ -36,6 +38,9 @@ BEAT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 4.0
 """Of a router's replica that is there; of one that ends too, with the application, nothing is heard."""
 LEAVE_LOOK_S = 0.25
+LEAVE_TRIES_MAX = 2
+"""Questions in a row that the router's replica may leave unanswered before an engine leaves without it."""
+JOIN_AGAIN_S = 1.0
 JOIN_MARGIN_S = 30.0
 """Beside the time that the router may take to warm pairs."""
 LEAVE_MARGIN_S = 15.0
@@ -54,7 +59,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: AppSettings, pool: Pool, router: DeploymentHandle[Any]
     ) -> None:
-        self._settings, self._pool, self._router = settings, pool, router
+        self._pool, self._router = pool, router
         self._claims = PortClaims()
         self._tasks = Tasks()
         self._holder: Holder | None = None
@@ -62,8 +67,9 @@ class EngineReplica:
         self._stats: StatsReader | None = None
         self._info: dict[str, Any] = {}
         self._is_leaving = False
-        self._starting = asyncio.current_task()
+        self._starting: asyncio.Task[Any] | None = asyncio.current_task()
         self._app, replica = inside.replica_identity()
+        self._settings = settings.named(self._app)
         self._name = f"{pool}-{replica}"
         inside.keep_replica_near(is_published=settings.is_published)
         is_started = False
@@ -71,18 +77,22 @@ class EngineReplica:
             await self._start(replica)
             is_started = True
         finally:
+            self._starting = None
             if not is_started:
                 await self._stop_processes()
 
     async def _start(self, replica: str) -> None:
         spec, pool = self._settings.spec, self._pool
-        where = await within(ROUTER_TIMEOUT_S, self._router.where.remote())
+        for path in self._settings.pools[pool].files:
+            if not os.access(path, os.R_OK):
+                self._say(f"{path} cannot be read on this node; what it said where the application was built is used")
+        where = await self._where()
         address = self._address(where)
         place = self._place(replica, address, where["address"])
         made = engine_plan(self._settings, pool, place, this_machine())
         folder = inside.log_dir() / spec_name(self._app)
         if made.server is not None and made.server_plan is not None:
-            self._cache = CacheLease(self._app, self._name, made.server_plan, folder)
+            self._cache = CacheLease(self._app, self._name, made.server_plan, folder, self._settings.built_s)
             await self._cache.take()
         options = HolderOptions(
             deployment=spec_name(self._app),
@@ -102,11 +112,31 @@ class EngineReplica:
             "node_id": inside.node_id(),
             "pid": holder.pid,
             "log": holder.log_path,
+            "devices": list(place.devices),
             "shape": made.shape,
+            "built_s": self._settings.built_s,
         }
+        self._router_address = where["address"]
         self._stats = StatsReader(made.plan.base_url)
         await self._join()
         self._tasks.start(self._beat(), "the beats to the router")
+        if self._cache is not None:
+            self._tasks.start(self._keep_cache(self._cache), "the lease on the cache server")
+
+    async def _where(self) -> dict[str, Any]:
+        """Where the router is, once it has started.
+
+        Raises:
+            StartError: its replica does not answer.
+        """
+        self._say(f"{self._name} waits for the router")
+        try:
+            return dict(await within(ROUTER_TIMEOUT_S, self._router.where.remote()))
+        except TimeoutError as error:
+            raise StartError(
+                f"{self._name}: the router's replica has not started for {ROUTER_TIMEOUT_S:g} s",
+                remedy="look at the deployment router first: `serve status` says what keeps it",
+            ) from error
 
     def _address(self, where: dict[str, Any]) -> str:
         """Where the engine listens: loopback, unless the router is published.
@@ -134,13 +164,41 @@ class EngineReplica:
             side_channel_port=self._claims.take(address, pool.side_channel_port, width),
             kv_replay_port=self._claims.take(address, pool.kv_replay_port, width),
             router_host=router_host,
+            devices=inside.gpus(),
         )
 
     async def _join(self) -> None:
+        """Have the router know the engine, and wait until it is warm. A router that is being replaced is asked again:
+        an engine that has started is worth more than its first answer.
+
+        Raises:
+            StartError: it does not fit those that are there, or there is no router for too long.
+        """
+        loop = asyncio.get_running_loop()
         wait_s = self._settings.spec.router.warm_timeout_s
-        said = await within(wait_s + JOIN_MARGIN_S + ROUTER_TIMEOUT_S, self._router.join.remote(self._info, wait_s))
-        if said["misfit"] is not None:
-            raise StartError(f"{self._name} cannot hand over: {said['misfit']}", remedy="make both configs agree")
+        lost_s = loop.time() + ROUTER_TIMEOUT_S + wait_s
+        waits_until_s = loop.time() + self._settings.spec.supervisor.start_timeout_s
+        heard: str | None = None
+        while True:
+            try:
+                said = await within(wait_s + JOIN_MARGIN_S, self._router.join.remote(self._info, wait_s))
+            except Exception as error:  # supervised: the router's replica may be gone in any way; Serve starts another
+                if loop.time() >= lost_s:
+                    raise StartError(f"{self._name} cannot join the router: {error!r}") from error
+                self._say(f"{self._name} joins again, since the router's replica did not answer: {error!r}")
+                await asyncio.sleep(JOIN_AGAIN_S)
+                continue
+            if said["misfit"] is not None:
+                raise StartError(f"{self._name} cannot hand over: {said['misfit']}", remedy="make both configs agree")
+            if said["waits"] is None:
+                break
+            if loop.time() >= waits_until_s:
+                raise StartError(f"{self._name} could not be added: {said['waits']}")
+            if said["waits"] != heard:
+                heard = said["waits"]
+                self._say(f"{self._name} waits: {heard}")
+            lost_s = loop.time() + ROUTER_TIMEOUT_S + wait_s
+            await asyncio.sleep(JOIN_AGAIN_S)
         note = "" if said["note"] is None else f", but does not take requests yet: {said['note']}"
         self._say(f"{self._name} is known to the router{note}")
 
@@ -148,7 +206,7 @@ class EngineReplica:
 
     def info(self) -> dict[str, Any]:
         """What this engine is: ``name``, ``role``, ``url``, ``engine_id``, ``incarnation``, ``side_channel``,
-        ``node_id``, ``pid``, ``log``, ``shape``."""
+        ``node_id``, ``pid``, ``log``, ``devices``, ``shape``, ``built_s``."""
         return self._info
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -168,7 +226,7 @@ class EngineReplica:
         if self._is_leaving:
             return
         self._is_leaving = True
-        if self._starting is not None and not self._starting.done():
+        if self._starting is not None:
             self._starting.cancel()
         await self._tasks.stop()
         if self._info:
@@ -181,15 +239,19 @@ class EngineReplica:
         """Drain the engine, by the router; without one, wait until the engine itself has no requests."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.pools[self._pool].drain_timeout_s
-        try:
-            while loop.time() < deadline_s + LEAVE_MARGIN_S:
-                left_s = max(0.0, deadline_s - loop.time())
+        num_failed = 0
+        while loop.time() < deadline_s + LEAVE_MARGIN_S and num_failed < LEAVE_TRIES_MAX:
+            left_s = max(0.0, deadline_s - loop.time())
+            try:
                 said = await within(ANSWER_TIMEOUT_S, self._router.leave.remote(self._info, left_s))
+            except Exception as error:  # supervised: it may be gone in any way; the engine ends anyhow
+                num_failed += 1
+                self._say(f"{self._name} leaves without the router's word so far: {type(error).__name__}")
+            else:
+                num_failed = 0
                 if said["is_gone"]:
                     return
-                await asyncio.sleep(LEAVE_LOOK_S)
-        except Exception as error:  # supervised: the router's replica may be gone in any way; the engine ends anyhow
-            self._say(f"{self._name} leaves without the router's word: {type(error).__name__}")
+            await asyncio.sleep(LEAVE_LOOK_S)
         while loop.time() < deadline_s:
             if not await self._is_busy():
                 return
@@ -211,15 +273,35 @@ class EngineReplica:
         while True:
             await asyncio.sleep(BEAT_S)
             try:
-                await within(BEAT_TIMEOUT_S, self._router.beat.remote(self._info))
+                where = await within(BEAT_TIMEOUT_S, self._router.beat.remote(self._info))
             except Exception as error:  # supervised: a router that starts again is told by the next beat
                 if is_heard:
                     self._say(f"the router's replica does not answer: {error!r}")
                 is_heard = False
             else:
                 is_heard = True
-            if self._cache is not None:
-                await self._cache.renew()
+                self._check_moved(where)
+
+    def _check_moved(self, where: dict[str, Any]) -> None:
+        """A router that starts again may do so on another node. One on loopback reaches its own node only; and an
+        engine is told at its start where its KV events go."""
+        if not self._settings.is_published and where["node_id"] != inside.node_id():
+            end_replica("would not be reached any more: the router is on another node now, and on loopback")
+        if where["address"] == self._router_address:
+            return
+        self._router_address = where["address"]
+        if hears_kv_events(self._settings.spec.router):
+            self._say(
+                f"notice: the router is at {self._router_address} now, and does not hear of the KV of {self._name}, "
+                "which tells it to where the router was; deploy the application again, or end this replica, which is "
+                "replaced"
+            )
+
+    async def _keep_cache(self, lease: CacheLease) -> None:
+        """Beside the beats, which a cache server that takes long to start must not hold up."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await lease.renew()
 
     def _on_end(self, reason: str) -> None:
         if not self._is_leaving:

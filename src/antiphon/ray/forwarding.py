@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from antiphon.config.hosts import host_and_port, is_loopback
-from antiphon.core.errors import ConnectFailed, UpstreamError
+from antiphon.core.errors import ConnectFailed, OwnLimit, UpstreamError
 from antiphon.protocol.openai import JSON, error_body
 from antiphon.transport.http.client import HttpPool, request_head
 from antiphon.transport.http.client_connection import HttpClientConnection
@@ -117,8 +117,9 @@ class Forwarder:
             try:
                 pool = self._pool or await self._find_pool()
                 return await pool.acquire(), pool.authority
-            except ConnectFailed:
-                self._forget(self._pool)
+            except ConnectFailed as error:
+                if not isinstance(error, OwnLimit):  # another pool would have as many connections once more
+                    self._forget(self._pool)
                 if loop.time() >= deadline_s:
                     raise
             await asyncio.sleep(RETRY_S)

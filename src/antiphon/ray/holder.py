@@ -37,6 +37,7 @@ class HolderOptions:
     log_dir: Path
     start_timeout_s: float
     stop_grace_s: float
+    ports_free_timeout_s: float = PORTS_FREE_TIMEOUT_S
 
 
 def unset_names(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -75,6 +76,7 @@ class Holder:
         self._watch: asyncio.Task[None] | None = None
         self._on_end: Callable[[str], None] | None = None
         self._is_guarded = False
+        self._ports_free_timeout_s = options.ports_free_timeout_s
 
     @property
     def pid(self) -> int | None:
@@ -133,14 +135,14 @@ class Holder:
             self._on_end(reason)
 
     async def _wait_ports_free(self) -> None:
-        deadline = asyncio.get_running_loop().time() + PORTS_FREE_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + self._ports_free_timeout_s
         for use, port in self.plan.ports.items():
             while await asyncio.to_thread(is_port_taken, self.plan.listens_on(use), port):
                 if asyncio.get_running_loop().time() >= deadline:
                     raise StartError(
                         f"{self.plan.name}: port {port} ({use}) is in use by another process on this node",
-                        field=self.plan.port_field(use),
-                        remedy="stop what listens there, or write another port under antiphon in the config",
+                        field=f"antiphon.{self.plan.port_field(use)}",
+                        remedy="stop what listens there (another application, perhaps), or write another port",
                     )
                 await asyncio.sleep(POLL_S)
 

@@ -31,6 +31,11 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def gpus() -> tuple[str, ...]:
+    """The GPUs that Ray has given this actor, as CUDA_VISIBLE_DEVICES names them; empty: it has asked for none."""
+    return tuple(str(each) for each in ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
+
+
 def log_dir() -> Path:
     """Where the logs of this session of Ray are on this node, beside those of Serve."""
     try:

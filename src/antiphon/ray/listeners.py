@@ -1,7 +1,8 @@
 """What listens where: the TCP listeners of the processes of an application, and of Ray, on this node.
 
 ``python -m antiphon.ray.listeners [APPLICATION]`` prints them, and ends with 1 if one of the application is reached
-from other machines. Read from ``/proc``; other users' processes are not seen. Nothing is changed; Ray is not imported.
+from other machines, with 2 if it has none on this node. Read from ``/proc``; other users' processes are not seen.
+Nothing is changed; Ray is not imported.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from antiphon.ray.plans import spec_name
 from antiphon.supervisor.listening import listening_sockets, socket_inodes
-from antiphon.supervisor.procfs import MARKER_VARIABLE
+from antiphon.supervisor.procfs import MARKER_VARIABLE, read_stat
 
 _REPLICA = re.compile(r"^ray::ServeReplica:(?P<app>[^:]*):(?P<deployment>[^:.]*)")
 _OF_RAY = re.compile(r"^ray::|/ray/core/src/ray/|ray/dashboard|ray/_private|^python\S* -u \S*/ray/")
 _CACHE_ACTOR = "ray::CacheActor"
+USAGE = "usage: python -m antiphon.ray.listeners [APPLICATION]      (default: default)"
 
 
 @dataclass(frozen=True, order=True)
@@ -45,15 +47,28 @@ def app_listeners(app: str) -> list[Listener]:
     """Those of the application's replicas, of what they have started, and of Ray's own processes."""
     sockets = dict(listening_sockets())
     found: list[Listener] = []
+    holders = _holders(app)
     for pid in _pids():
-        owner = _owner(pid, app)
+        owner = _owner(pid, app, holders)
         if owner is None:
             continue
         found += [Listener(*owner, pid, *sockets[inode]) for inode in socket_inodes(pid) if inode in sockets]
     return sorted(set(found))
 
 
-def _owner(pid: int, app: str) -> tuple[str, str] | None:
+def _holders(app: str) -> frozenset[int]:
+    """The processes that have started one of the application's."""
+    marker = f"{MARKER_VARIABLE}={spec_name(app)}/".encode()
+    found = set()
+    for pid in _pids():
+        with suppress(OSError):
+            if any(each.startswith(marker) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                stat = read_stat(pid)
+                found |= {stat.ppid} if stat is not None else set()
+    return frozenset(found)
+
+
+def _owner(pid: int, app: str, holders: frozenset[int]) -> tuple[str, str] | None:
     """Whose the process is, and its name."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -61,14 +76,26 @@ def _owner(pid: int, app: str) -> tuple[str, str] | None:
         if match is not None:
             return ("replica", match["deployment"]) if match["app"] == app else None
         if words.startswith(_CACHE_ACTOR):
-            return "replica", "cache"
+            return ("replica", "cache") if pid in holders else None
         marker = f"{MARKER_VARIABLE}={spec_name(app)}/".encode()
         for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if variable.startswith(marker):
                 return "process", variable[len(marker) :].decode(errors="replace").partition("/")[0]
         if _OF_RAY.search(words):
-            return "ray", words[:60]
+            return "ray", _short(words)
     return None
+
+
+def _short(words: str) -> str:
+    """What a command line of Ray's runs: the module, script or program, without its folder."""
+    if words.startswith("ray::"):
+        return words
+    pieces = words.split()
+    program = Path(pieces[0]).name
+    if not program.startswith("python"):
+        return program
+    named = [each for each in pieces[1:] if not each.startswith("-")]
+    return Path(named[0]).name if named else program
 
 
 def _pids() -> Iterator[int]:
@@ -76,19 +103,26 @@ def _pids() -> Iterator[int]:
 
 
 def main(args: list[str]) -> int:
-    """Print the table; 1 if a listener of the application is reached from other machines."""
-    found = app_listeners(args[0] if args else "default")
+    """Print the table; 1 if a listener of the application is reached from other machines, 2 if it has none here."""
+    if len(args) > 1 or any(each.startswith("-") for each in args):
+        sys.stdout.write(f"{USAGE}\n")
+        return 0 if args in (["-h"], ["--help"]) else 2
+    app = args[0] if args else "default"
+    found = app_listeners(app)
     lines = [f"{'':1} {'owner':8} {'name':28} {'pid':>8}  address"]
     for each in found:
         mark = " " if each.is_loopback else "!"
         lines.append(f"{mark} {each.owner:8} {each.name[:28]:28} {each.pid:>8}  {each.address} port {each.port}")
-    public = [each for each in found if not each.is_loopback]
-    own = [each for each in public if each.owner != "ray"]
+    own = [each for each in found if each.owner != "ray"]
+    num_public = sum(not each.is_loopback for each in found)
+    num_own_public = sum(not each.is_loopback for each in own)
     lines.append(
-        f"{len(found)} listeners, {len(public)} reached from other machines (!), {len(own)} of the application"
+        f"{len(found)} listeners, {num_public} reached from other machines (!), {num_own_public} of the application"
     )
+    if not own:
+        lines.append(f"nothing of the application {app!r} listens on this node: `serve status` has the names")
     sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if own else 0
+    return 1 if num_own_public else 0 if own else 2
 
 
 if __name__ == "__main__":

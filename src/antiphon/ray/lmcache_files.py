@@ -11,16 +11,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from antiphon.config.explain import nearest
 from antiphon.config.load import read_mapping
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.spec import Pool
+from antiphon.config.tier_spec import TierSpec
 
 Kind = Literal["bool", "int", "GiB", "text", "list", "any"]
 GIB = 1 << 30
-CACHE_HANDOFF = "hand-over through the cache (handoff.kind: cache)"
-MOONCAKE = "a Mooncake store behind the cache servers"
-OTHER_REMOTE = "a remote store behind the cache servers"
+OTHER_REMOTE = "a remote store other than Mooncake"
+MOONCAKE_SCHEME = "mooncakestore://"
+MOONCAKE_OPTIONS = {
+    "extra_config.local_hostname": "local_host",
+    "extra_config.metadata_server": "metadata",
+    "extra_config.protocol": "protocol",
+    "extra_config.device_name": "devices",
+    "extra_config.global_segment_size": "segment_gb",
+    "extra_config.transfer_timeout": "timeout_s",
+}
+"""Options of a Mooncake store, by the option of the tier that they are."""
+MASTER = "extra_config.master_server_address"
 DISK = "a disk behind the cache servers"
 HANDOFF_ROLE = {"sender": "prefill", "receiver": "decode"}
 
@@ -49,8 +61,8 @@ def _refused(kind: Kind, part: str, text: str, *harmless: Any) -> Key:
     return Key("refused", kind, text, harmless=(None, *harmless), part=part)
 
 
-def _mooncake(kind: Kind) -> Key:
-    return _refused(kind, MOONCAKE, "an option of the Mooncake store")
+def _mooncake(kind: Kind, text: str) -> Key:
+    return Key("mapped", kind, f"{text}; with remote_url", "cache.l2")
 
 
 KEYS: dict[str, Key] = {
@@ -71,7 +83,10 @@ KEYS: dict[str, Key] = {
         "mapped", "int", "the base: a replica takes the first free port from there on", "decode.side_channel_port"
     ),
     "nixl_backends": Key("mapped", "list", "in order of preference", "handoff.backends"),
-    "enable_nixl": _refused("bool", CACHE_HANDOFF, "P stores and D loads, through their cache servers", False),
+    "enable_nixl": Key(
+        *("mapped", "bool", "true is cache: P stores and D loads, through cache servers", "handoff.kind"),
+        harmless=(None, False),
+    ),
     "nixl_role": Key("mapped", "text", "sender in prefill_config, receiver in decode_config; checked", "the pool"),
     "nixl_receiver_host": _ignored("text", "the router tells each engine where its KV is"),
     "nixl_proxy_host": _ignored("text", "the router speaks to the engines"),
@@ -84,22 +99,24 @@ KEYS: dict[str, Key] = {
     "local_device": _refused("text", "a cache in GPU memory", "L1 is memory of the host", "cpu"),
     "local_disk": _refused("any", DISK, "L2 on a disk", False),
     "max_local_disk_size": _refused("GiB", DISK, "L2 on a disk", 0),
-    "remote_url": _refused("text", OTHER_REMOTE, "mooncakestore:// is a Mooncake store, anything else another store"),
+    "remote_url": Key("mapped", "text", "mooncakestore:// is a Mooncake tier; anything else is refused", "cache.l2"),
     "remote_serde": _refused("text", "a compressed store", "chunks are stored as they are, which is naive", "naive"),
     "enable_p2p": _refused("bool", "cache servers that ask each other", "peers", False),
     "enable_blending": _refused("bool", "reuse of what is no prefix", "blending", False),
-    "extra_config.local_hostname": _mooncake("text"),
-    "extra_config.metadata_server": _mooncake("text"),
-    "extra_config.protocol": _mooncake("text"),
-    "extra_config.device_name": _mooncake("text"),
-    "extra_config.master_server_address": _mooncake("text"),
-    "extra_config.global_segment_size": _mooncake("int"),
-    "extra_config.local_buffer_size": _mooncake("int"),
-    "extra_config.transfer_timeout": _mooncake("int"),
+    "extra_config.local_hostname": _mooncake("text", "its local_host: of every node that reads the file"),
+    "extra_config.metadata_server": _mooncake("text", "its metadata: http, etcd or P2PHANDSHAKE"),
+    "extra_config.protocol": _mooncake("text", "its protocol: tcp or rdma"),
+    "extra_config.device_name": _mooncake("text", "its devices"),
+    "extra_config.master_server_address": _mooncake("text", "its master, which goes before the host in remote_url"),
+    "extra_config.global_segment_size": _mooncake("int", "its segment_gb, in bytes"),
+    "extra_config.local_buffer_size": _ignored("int", "room is laid out for the chunks of a call"),
+    "extra_config.transfer_timeout": _mooncake("int", "its timeout_s"),
 }
 """Every key that is known, those inside ``extra_config`` by their path."""
 CONNECTOR_KEYS: dict[str, Key] = {
-    "discard_partial_chunks": _ignored("bool", "whole chunks are stored, and nothing else"),
+    "discard_partial_chunks": _ignored(
+        "bool", "chunks are whole; what fills none at the end of a prompt is computed by the decode engine"
+    ),
     "lmcache_rpc_port": _ignored("text", "an engine is told the socket of its cache server"),
 }
 """The keys of ``kv_connector_extra_config`` beside LMCacheConnectorV1."""
@@ -173,6 +190,7 @@ def read_lmcache_file(path: Path, pool: Pool, where: str) -> LmcacheFile:
 def interpret(raw: dict[str, Any], pool: Pool, where: str) -> LmcacheFile:
     """As :func:`read_lmcache_file`, for what has been read; ``where`` is put before each key."""
     found = LmcacheFile()
+    store: dict[str, Any] = {}
     for name, value in _flat(raw):
         key, place = KEYS.get(name), f"{where}: {name}"
         if key is None:
@@ -185,17 +203,38 @@ def interpret(raw: dict[str, Any], pool: Pool, where: str) -> LmcacheFile:
         elif key.fate == "ignored":
             found.notices.append(Notice(place, f"is ignored: {key.text}"))
         elif key.fate == "refused":
-            part = MOONCAKE if name == "remote_url" and value.startswith("mooncakestore://") else key.part
-            found.missing.setdefault(part, []).append(name)
+            found.missing.setdefault(key.part, []).append(name)
+        elif key.to == "cache.l2":
+            store[name] = value
         elif name == "nixl_role":
             found.problems += _wrong_role(value, pool, place)
         else:
             _put(found.values, key.to, _of_spec(name, key, value))
-    if CACHE_HANDOFF in found.missing:
-        found.values["handoff.kind"] = "cache"
-    if not {CACHE_HANDOFF, MOONCAKE, OTHER_REMOTE}.isdisjoint(found.missing):
-        found.values["cache.enabled"] = True
+    _put_store(found, store, where)
+    if not {"handoff.kind", "cache.l2"}.isdisjoint(found.values) and "cache.enabled" in found.values:
+        found.values["cache.enabled"] = True  # KV moves through L1, whatever else it is for
     return found
+
+
+def _put_store(found: LmcacheFile, store: dict[str, Any], where: str) -> None:
+    """The Mooncake store as a tier; options without a store are ignored."""
+    url = store.pop("remote_url", None)
+    if url is None:
+        found.notices += [Notice(f"{where}: {name}", "is ignored: there is no remote_url") for name in store]
+        return
+    if not url.startswith(MOONCAKE_SCHEME):
+        found.missing.setdefault(OTHER_REMOTE, []).append("remote_url")
+        return
+    master = store.pop(MASTER, None) or url.removeprefix(MOONCAKE_SCHEME).rstrip("/")
+    options = {MOONCAKE_OPTIONS[name]: value for name, value in store.items()}
+    if "segment_gb" in options:
+        options["segment_gb"] /= 10**9
+    try:
+        found.values["cache.l2"] = [TierSpec.model_validate({"url": f"mooncake://{master}", **options}).text()]
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        message = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}"
+        found.problems.append(Problem(f"{where}: remote_url", message, "correct it and what stands in extra_config"))
 
 
 def not_built(found: LmcacheFile, where: str) -> list[Problem]:
@@ -240,6 +279,8 @@ def _wrong_role(value: str, pool: Pool, place: str) -> list[Problem]:
 
 def _of_spec(name: str, key: Key, value: Any) -> Any:
     """``value`` in the unit and words of the spec."""
+    if name == "enable_nixl":
+        return "cache"
     if name == "nixl_buffer_device" and value == "cuda":
         return "auto"
     return round(value * GIB) if key.kind == "GiB" else value

@@ -22,10 +22,10 @@ from antiphon.config.knobs import knobs, section_model
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import CPU_KV_MEMORY_BYTES, Machine, this_machine
 from antiphon.config.spec import POOLS, Pool, Spec
+from antiphon.config.tier_spec import parse_tier
 from antiphon.config.units import format_bytes
 from antiphon.ray import engine_kwargs as kwargs
 from antiphon.ray.lmcache_files import (
-    CACHE_HANDOFF,
     CONNECTOR_KEYS,
     ENV_KEYS,
     LmcacheFile,
@@ -41,7 +41,9 @@ ENGINE_CPUS, SIMULATED_CPUS = 0.5, 0.1
 """Logical CPUs of an engine on CPU, where nothing is written: they bound how many Ray puts on a node, and nothing else.
 A node of two cores takes one of each pool and two more."""
 LEFT_TO_RAY = {
-    "supervisor": "Ray starts, watches and stops the processes",
+    "supervisor.restart": "Ray starts again what has ended",
+    "supervisor.state_dir": "Ray knows what runs",
+    "supervisor.log_dir": "logs are beside those of Ray",
     "prefill.hosts": "Ray places the engines",
     "decode.hosts": "Ray places the engines",
     "prefill.bind": "a replica listens where its node is reached",
@@ -89,8 +91,10 @@ class _Draft:
         if not isinstance(place, dict):
             self.problems.append(Problem(origin, f"{'.'.join(parents)} is a value elsewhere", "make it a section"))
         elif last in place and place[last] != value:
-            message = f"{value!r}, but {self.origins[whole]} has {place[last]!r}"
-            self.problems.append(Problem(origin, message, "make them equal, or keep one"))
+            other = self.origins[whole]
+            is_of_both = {origin.partition(".")[0], other.partition(".")[0]} == {"prefill_config", "decode_config"}
+            remedy = "make them equal" if is_of_both else "make them equal, or keep one"
+            self.problems.append(Problem(origin, f"{value!r}, but {other} has {place[last]!r}", remedy))
         else:
             place[last] = value
             self.origins.setdefault(whole, origin)
@@ -139,6 +143,8 @@ def mapped(
         _engine_kwargs(draft, pool, config)
         _environment(draft, pool, config, folder or Path())
         settings = _pool(draft, pool, config, machine)
+        if settings is not None and (named := config.runtime_env.env_vars.get(CONFIG_FILE)) is not None:
+            settings = replace(settings, files=(str(((folder or Path()) / named).absolute()),))
         if settings is not None:
             pools[pool] = settings
     _agree(draft, args)
@@ -209,17 +215,16 @@ def _environment(draft: _Draft, pool: Pool, config: LLMSection, folder: Path) ->
     named = variables.get(CONFIG_FILE)
     found = LmcacheFile()
     if named is not None:
-        found = read_lmcache_file(folder / named, pool, f"{where}.{CONFIG_FILE}")
+        found = read_lmcache_file((folder / named).absolute(), pool, f"{where}.{CONFIG_FILE}")
         draft.add(*found.problems, *found.notices)
         for path, value in found.values.items():
             draft.put(path, value, f"{where}.{CONFIG_FILE}: {named}")
-    if _lmcache_connector(draft, pool):
-        found.missing.pop(CACHE_HANDOFF, None)  # said of the connector
+    _lmcache_connector(draft, pool)
     draft.add(*not_built(found, f"{where}.{CONFIG_FILE}: {named}"))
 
 
-def _lmcache_connector(draft: _Draft, pool: Pool) -> bool:
-    """Refuse LMCache's connector by itself, which hands over through the cache, and say whether it is there.
+def _lmcache_connector(draft: _Draft, pool: Pool) -> None:
+    """LMCache's connector by itself hands KV over through the cache: ``handoff.kind`` says so.
 
     In a MultiConnector it is the cache connector, which the spec knows.
     """
@@ -227,7 +232,7 @@ def _lmcache_connector(draft: _Draft, pool: Pool) -> bool:
     raw = draft.raw.get(pool, {}).get("kv_transfer_config")
     transfer = _mapping(raw)
     if transfer.get("kv_connector") != LMCACHE:
-        return False
+        return
     extra = transfer.get("kv_connector_extra_config") or {}
     for name in extra if isinstance(extra, dict) else ():
         key = CONNECTOR_KEYS.get(name)
@@ -238,11 +243,10 @@ def _lmcache_connector(draft: _Draft, pool: Pool) -> bool:
             near = nearest(name, list(CONNECTOR_KEYS))
             fix = f"did you mean {near}?" if near else f"remove it; known here: {', '.join(CONNECTOR_KEYS)}"
             draft.problems.append(Problem(place, "is not a known key", fix))
-    message = f"{LMCACHE} alone is {CACHE_HANDOFF}, not built yet"
-    draft.problems.append(Problem(f"{where}.kv_connector", message, "write NixlConnector"))
-    # It is reported; what the spec says about it would repeat that in other words.
-    del draft.raw[pool]["kv_transfer_config"]
-    return True
+    text = f"{LMCACHE} alone: KV is handed over through the cache servers (handoff.kind: cache)"
+    draft.notices.append(Notice(f"{where}.kv_connector", text))
+    draft.put("handoff.kind", "cache", f"{where}.kv_connector")
+    del draft.raw[pool]["kv_transfer_config"]  # what an engine gets for that way is made from the spec
 
 
 def _mapping(raw: Any) -> dict[str, Any]:
@@ -422,10 +426,20 @@ def _checked(draft: _Draft, machine: Machine) -> Spec:
         draft.problems += [problem for problem in found if problem.field not in fields]
     if spec is not None:
         compiled = compile_all(spec, machine)
+        if spec.handoff.kind == "cache" and not any(parse_tier(text).is_shared for text in spec.cache.l2):
+            text = (
+                "cache: engines of one node hand over through its cache server; between nodes nothing is handed over, "
+                "and the decode engine computes the prompt. Name a store that all nodes reach: remote_url, or cache.l2"
+            )
+            draft.notices.append(Notice(draft.origins.get("handoff.kind", "antiphon.handoff.kind"), text))
         draft.problems += [draft.renamed(problem) for problem in compiled.problems]
         for pool in POOLS:
             draft.notices += [draft.renamed(notice) for notice in compiled.transfers[pool].notices]
             section = spec.pool(pool)
+            if section.env.get("CUDA_VISIBLE_DEVICES"):
+                fix = "remove it; write num_gpus, accelerator_type or placement_group_config"
+                place = f"{pool}.env.CUDA_VISIBLE_DEVICES"
+                draft.add(draft.renamed(Problem(place, "Ray gives each engine GPUs of its own", fix)))
             if section.kv_transfer_config and section.device == "cpu" and not compiled.servers and spec.cache.enabled:
                 text = "has no cache connector, so there is no cache server; leave it out to have NIXL and the cache"
                 draft.notices.append(Notice(draft.origins[f"{pool}.kv_transfer_config"], text))

@@ -23,8 +23,6 @@ from antiphon.core.ids import INCARNATION_PLACEHOLDER
 from antiphon.ray.scaling import ReplicaSettings
 
 LOOPBACK = "127.0.0.1"
-NOBODY = "http://127.0.0.1:1"
-"""An engine that is not there: a router does not start without one. It is removed before any engine is added."""
 NAME_MAX = 32
 
 
@@ -35,6 +33,14 @@ class AppSettings:
     spec: Spec
     pools: dict[Pool, ReplicaSettings]
     ingress: ReplicaSettings
+    built_s: float = 0.0
+    """When it was built, by the wall clock: of two builds of one application the later one counts."""
+
+    def named(self, app_name: str) -> AppSettings:
+        """As they are in ``app_name``: what is named by the spec on a node is that application's own there."""
+        if "name" in self.spec.model_fields_set:
+            return self
+        return replace(self, spec=self.spec.model_copy(update={"name": spec_name(app_name)}))
 
     @property
     def is_published(self) -> bool:
@@ -55,6 +61,8 @@ class EnginePlace:
     kv_replay_port: int
     router_host: str
     """The address of the router, for engines that tell it of their KV."""
+    devices: tuple[str, ...] = ()
+    """The GPUs that Ray gave it, by Ray's names; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ def engine_plan(settings: AppSettings, pool: Pool, place: EnginePlace, machine: 
                 "port": place.port,
                 "side_channel_port": place.side_channel_port,
                 "kv_replay_port": place.kv_replay_port,
+                "devices": list(place.devices),
             }
         update[each] = section.model_copy(update=own)
     compiled = _compiled(spec.model_copy(update=update), machine)
@@ -108,7 +117,7 @@ def engine_plan(settings: AppSettings, pool: Pool, place: EnginePlace, machine: 
 
 
 def router_plan(settings: AppSettings, address: str, machine: Machine) -> ProcessPlan:
-    """The router, without engines but ``NOBODY``: they are added as they come.
+    """The router, without engines: they are added as they come.
 
     Args:
         address: where it is reached; where its spec names a wildcard, not where it listens.
@@ -120,12 +129,13 @@ def router_plan(settings: AppSettings, address: str, machine: Machine) -> Proces
     pools: dict[str, Any] = {
         each: spec.pool(each).model_copy(update={"replicas": 1, "hosts": [address]}) for each in POOLS
     }
-    compiled = _compiled(spec.model_copy(update=pools), machine)
+    empty = {"router": spec.router.model_copy(update={"allow_empty": True})}
+    compiled = _compiled(spec.model_copy(update=pools | empty), machine)
     plan = next(each for each in compiled.plans if each.role == "router")
     own_host = address if spec.router.host in WILDCARDS else spec.router.host
     return replace(
         plan,
-        argv=(*_without_engines(plan.argv), "--decode", NOBODY),
+        argv=tuple(_without_engines(plan.argv)),
         host=own_host,
         base_url=http_url(own_host, host_and_port(plan.base_url)[1]),
         ready_path="/health",

@@ -13,7 +13,7 @@ from pathlib import Path
 from antiphon.config.knobs import section_model
 from antiphon.config.model import SpecModel
 from antiphon.ray.engine_kwargs import ALWAYS, MODEL_FIELDS, ONE_ONLY, POOL_FIELDS, REFUSED
-from antiphon.ray.lmcache_files import CONNECTOR_KEYS, ENV_KEYS, KEYS, MOONCAKE, Key
+from antiphon.ray.lmcache_files import CONNECTOR_KEYS, ENV_KEYS, KEYS, OTHER_REMOTE, Key
 from antiphon.ray.mapping import LEFT_TO_RAY
 from antiphon.ray.schema import DeploymentConfig, PDServingArgs, fate_of
 
@@ -29,7 +29,7 @@ antiphon config render --ray                   # the Serve file that an Antiphon
 
 - Every problem is reported at once, with the key and the remedy; a key that is not known names the nearest that is.
 - What is filled in, replaced or ignored is said on standard error, a notice a line. Where a config names no GPU and
-  this machine has none, the defaults of an engine on CPU are filled in that way.
+  neither this machine nor the Ray that it is part of has any, the defaults of an engine on CPU are filled in that way.
 - `kv_transfer_config` goes by the rules of the spec: `NixlConnector`, alone or in a `MultiConnector`, works; engine ids
   are replaced, since an id is new at each start; `kv_both` becomes the role of the pool. Without `kv_transfer_config`
   the engines hand over with NIXL, and on CPU keep KV in cache servers as well.
@@ -38,7 +38,8 @@ antiphon config render --ray                   # the Serve file that an Antiphon
 - The numbers of replicas, what a pool is scaled by and what an engine reserves of its node are Ray's; of them a spec
   holds the initial number. With only `min_replicas` and `max_replicas` written, targets are filled in, with a notice.
 - The files that `LMCACHE_CONFIG_FILE` names are read where the application is built, relative to its working directory;
-  what they say becomes part of the spec, so that the nodes of the engines need no copy.
+  what they say becomes part of the spec, so that the nodes of the engines need no copy. One that cannot be read there
+  is a problem with its full name; a replica on whose node it cannot be read says so before it starts its engine.
 - What Ray's schema has no word for stands under `antiphon`, beside the two configs, as in `antiphon.yaml`:
 
 ```yaml
@@ -70,7 +71,7 @@ def reference() -> str:
         "### `kv_connector_extra_config` of LMCacheConnectorV1\n\n" + _keys_table(CONNECTOR_KEYS),
         "### Keys of the file that `LMCACHE_CONFIG_FILE` names\n\n"
         "A refused key is refused for a value that asks for something; `null`, `0` or `false` do not. A file that "
-        f"cannot be read is a problem. With a `remote_url` of `mooncakestore://` the part is {MOONCAKE}.\n\n"
+        f"cannot be read is a problem. A `remote_url` that is not `mooncakestore://` is refused as {OTHER_REMOTE}.\n\n"
         + _keys_table(KEYS),
     ]
     return "\n".join(parts)

@@ -1,7 +1,7 @@
 """From a spec to the Serve config file that means it: the reverse of ``mapping.py``.
 
 Invariant: what :func:`serve_file` writes, read and mapped, is the spec again, but for what Ray decides (hosts, devices,
-the supervisor), which is left out with a notice.
+restarts, folders), which is left out with a notice.
 """
 
 from __future__ import annotations
@@ -86,8 +86,12 @@ def _antiphon(spec: Spec) -> dict[str, Any]:
         section = {name: value for name, value in _changed(spec.pool(pool)).items() if name not in _IN_CONFIG}
         if section:
             own[pool] = section
-    for name in ("handoff", "cache", "router"):
-        section = _changed(getattr(spec, name))
+    for name in ("handoff", "cache", "router", "supervisor"):
+        section = {
+            field: value
+            for field, value in _changed(getattr(spec, name)).items()
+            if f"{name}.{field}" not in LEFT_TO_RAY
+        }
         if section:
             own[name] = section
     return own

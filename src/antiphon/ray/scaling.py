@@ -70,6 +70,8 @@ class ReplicaSettings:
     labels: dict[str, str] = field(default_factory=dict)
     runtime_env: dict[str, Any] = field(default_factory=dict)
     """What Ray prepares for the actor, without env_vars."""
+    files: tuple[str, ...] = ()
+    """Files that the environment names, and that were read where the application was built."""
 
     def __post_init__(self) -> None:
         assert 1 <= self.min_replicas <= self.initial_replicas <= self.max_replicas, self

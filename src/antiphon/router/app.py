@@ -57,13 +57,15 @@ class Router:
         spec: its knobs; ``prefill`` and ``decode`` name the engines.
 
     Raises:
-        ConfigError: no decode engine is given, or a key cannot be read.
+        ConfigError: no decode engine is given where one must be, or a key cannot be read.
     """
 
     def __init__(self, spec: RouterSpec) -> None:
-        if not spec.decode:
+        if not spec.decode and not spec.allow_empty:
             raise ConfigError(
-                "no decode engine is given", field="router.decode", remedy="add --decode http://HOST:PORT"
+                "no decode engine is given",
+                field="router.decode",
+                remedy="add --decode http://HOST:PORT, or --allow-empty if engines come later by POST /endpoints",
             )
         refuse_both(spec)
         self.spec = spec

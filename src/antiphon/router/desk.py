@@ -22,6 +22,7 @@ class Desk:
 
     Args:
         is_tagged: engines are named in request ids.
+        handoff: how KV gets from prefill to decode: ``nixl`` or ``cache``.
         flights: those in progress, waiting ones among them.
     """
 
@@ -29,6 +30,7 @@ class Desk:
     metrics: RouterMetrics
     is_tagged: bool
     access_log: AccessLog | None
+    handoff: str = "nixl"
     flights: set[Flight] = field(default_factory=set)
     clock: Callable[[], float] = time.monotonic  # uvloop's own clock counts whole milliseconds
     chance: Callable[[], float] = random.random

@@ -20,7 +20,7 @@ from antiphon.core.errors import ConnectFailed, OwnLimit, ProtocolError, Request
 from antiphon.observe.receipt import Receipt
 from antiphon.protocol.apis import Api
 from antiphon.protocol.body import Body
-from antiphon.protocol.handoff import decode_body
+from antiphon.protocol.handoff import PARAMS_OF, decode_body
 from antiphon.protocol.prefill_answer import read_prefill_answer
 from antiphon.router.desk import Desk
 from antiphon.router.headers import answer_lines, engine_request_id, retry_after_s
@@ -249,6 +249,7 @@ class Flight(Activity):
         else:
             receipt.error = None
             receipt.reason = "default"
+            receipt.handed_over_by = desk.handoff
         receipt.path = "pd"  # also of one that was to be served alone
         if not self.has_path:
             self.has_path = True
@@ -372,7 +373,8 @@ class Flight(Activity):
         desk, receipt, endpoint = self.desk, self.receipt, command.endpoint
         receipt.prefill = address = endpoint.address
         request_id = engine_request_id(command.request_id, address, None, tagged=desk.is_tagged)
-        buffers = buffers_of(self, endpoint, request_id, self.api.handoff.prefill_body(self.body))
+        pieces = self.api.handoff.prefill_body(self.body, PARAMS_OF[desk.handoff])
+        buffers = buffers_of(self, endpoint, request_id, pieces)
         desk.metrics.engine_requests.count("prefill", address)
         self.sent_s = desk.clock()
         self.exchange = exchange = WholeAnswer(self, connection)

@@ -68,7 +68,9 @@ class Inference:
         self._entry = entry
         self._random = random.Random()  # ids need to be unique, not secret
         self.access_log = AccessLog() if spec.access_log else None
-        self._desk = Desk(engines, metrics, spec.request_id_tag, self.access_log, chance=self._random.random)
+        self._desk = Desk(
+            *(engines, metrics, spec.request_id_tag, self.access_log), spec.handoff, chance=self._random.random
+        )
         self._loop = asyncio.get_running_loop()
         self._look: asyncio.TimerHandle | None = None
 
@@ -192,6 +194,7 @@ def life_options(spec: RouterSpec) -> LifeOptions:
         idle_s=spec.idle_timeout_s,
         abort_grace_s=spec.abort_grace_s,
         prefill_fallback=spec.prefill_fallback,
+        is_kept=spec.handoff == "cache",
     )
 
 

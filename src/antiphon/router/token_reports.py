@@ -260,9 +260,7 @@ class TokenReports:
         for source, number in sources.by_source.items():
             self._metrics.by_source[source] += number
         if receipt.path == "cached" and receipt.num_held_tokens is not None and reported.decode is not None:
-            self._held(
-                "cached", receipt.num_held_tokens, reported.decode.device + reported.decode.l1 + reported.decode.l2
-            )
+            self._held("cached", receipt.num_held_tokens, reported.decode.num_held)
         if receipt.outcome == "completed":
             for leg in _missing_of(receipt, reported):
                 self._metrics.missing[leg] += 1
@@ -286,6 +284,7 @@ def _tokens_of(report: TokenReport) -> LegTokens:
         num_preemptions=report.num_preemptions,
         finish=report.finish,
         l2=report.l2,
+        peer=report.peer,
     )
 
 

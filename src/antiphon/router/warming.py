@@ -72,7 +72,8 @@ class Warming:
     """The warm-ups of one router."""
 
     def __init__(self, spec: RouterSpec, fleet: Fleet, engines: Engines, metrics: RouterMetrics) -> None:
-        self.is_on = spec.warm_pairs and spec.vllm_pd_disaggregation
+        # Engines that hand over through cache servers never meet: there is no handshake.
+        self.is_on = spec.warm_pairs and spec.vllm_pd_disaggregation and spec.handoff == "nixl"
         self._warms_at_start = self.is_on and spec.warm_pairs_at_start
         self._timeout_s = spec.warm_timeout_s
         self._connect_timeout_s = spec.connect_timeout_s

@@ -70,7 +70,7 @@ def connect_timed_out(life: Life, event: Event) -> None:
 def leaving_early(life: Life, event: Event) -> None:
     """With a handle go on, so that the KV is pulled; else cancel."""
     life.client_left = True
-    if life.handle is None:
+    if not life.must_hand_over:
         _cancel(life, None)
         life.finish(_CANCELLED)
 
@@ -107,7 +107,7 @@ def declined(life: Life, event: Event) -> None:
             life.finish(_CANCELLED)
             return
         life.out.append(PassOn(life.attempt))
-        if life.handle is None:
+        if not life.must_hand_over:
             life.finish(_COMPLETED)
         else:
             life.outcome_due = _COMPLETED
@@ -119,7 +119,11 @@ def _declined_with_error(life: Life) -> None:
     """It may be that the prefill engine died before the KV was pulled: then a fresh prefill helps, with this engine
     too if there is no other."""
     handle = life.handle
-    is_void = handle is not None and (handle.life != handle.prefill.life or not handle.prefill.is_usable)
+    is_void = (
+        life.must_hand_over
+        and handle is not None
+        and (handle.life != handle.prefill.life or not handle.prefill.is_usable)
+    )
     life.avoid_decode += (life.leave(None) if is_void else life.leave_with_status(),)
     life.start_over(RespondError(502, "decode_error"), is_lost=handle is not None)
 
@@ -165,7 +169,7 @@ def leaving(life: Life, event: Event) -> None:
     aborts an admitted request frees the prefill engine's blocks itself."""
     life.client_left = True
     held_until_s = life.sent_at_s + life.options.abort_grace_s
-    if life.handle is not None and life.now_s < held_until_s:
+    if life.must_hand_over and life.now_s < held_until_s:
         life.deadline_s = min(life.deadline_s, held_until_s)
     else:
         _cancel(life, None)

@@ -14,6 +14,9 @@ The rules of trying again:
   the first byte of the answer, a fresh prefill makes a new handle, once.
 - After the first byte of the answer nothing is tried again: the client is told in its stream.
 - A handle of an engine that has restarted since is not sent.
+- Where KV is kept by cache servers (``LifeOptions.is_kept``) the last two do not hold: nobody pulls from the engine, so
+  that a handle goes to a second decode engine, once, also when the prefill engine is gone; and nothing is handed over
+  for a client that has left.
 
 Invariants: :meth:`Life.validate`. One ``Finish``, last.
 """
@@ -126,6 +129,11 @@ class Life:
         """Whether nobody waits for an answer any more."""
         return self.client_left or self.outcome_due is not None
 
+    @property
+    def must_hand_over(self) -> bool:
+        """Whether the prefill engine holds KV until it is pulled."""
+        return self.handle is not None and not self.options.is_kept
+
     # -- connecting -------------------------------------------------------------------------------------------------
 
     def probe_decode(self) -> None:
@@ -228,6 +236,8 @@ class Life:
         spent is sent only to free what it may still hold, when the client has its answer."""
         handle = self.handle
         assert handle is not None
+        if self.options.is_kept:
+            return self.now_s < handle.until_s
         if handle.is_spent and self.outcome_due is None:
             return False
         return self.now_s < handle.until_s and handle.life == handle.prefill.life
@@ -244,15 +254,18 @@ class Life:
             failure: what the client is told if that is not allowed.
             is_lost: the only decode engine may be tried again.
         """
-        self.handle = None
+        keeps_handle = self.options.is_kept and self.handle is not None and self.is_handle_good
+        if not keeps_handle:
+            self.handle = None
         self.failure = failure
         is_allowed = not (self.is_closing or self.has_started_over)
-        if not is_allowed or self.num_prefills >= self.options.prefills_max or not self._has_decode(is_lost=is_lost):
+        has_prefill = keeps_handle or self.num_prefills < self.options.prefills_max
+        if not is_allowed or not has_prefill or not self._has_decode(is_lost=is_lost):
             self.fail(failure)
             return
         self.has_started_over = True
         self.has_reconnected = False
-        if self.path != "pd":
+        if self.path != "pd" or keeps_handle:
             if self._may_retry("decode"):
                 self.connect_decode()
             else:
@@ -345,7 +358,7 @@ class Life:
 
     def abandon(self) -> None:
         """The handle was never sent: its blocks are held until the lease ends."""
-        if self.handle is not None and not self.handle.is_spent:
+        if self.handle is not None and not self.handle.is_spent and not self.options.is_kept:
             self.fleet.counts["handover_abandoned"] += 1
 
     def engine_request_id(self, num_tries: int) -> str:
@@ -367,7 +380,7 @@ class Life:
         assert self.num_tokens >= 0
         assert self.endpoint is not None or not self.num_tokens, "tokens to compute without an attempt"
         if self.stage is _COMPLETING:
-            assert self.handle is not None and self.is_closing
+            assert self.handle is not None and self.is_closing and not self.options.is_kept
 
     @property
     def _has_preferred(self) -> bool:

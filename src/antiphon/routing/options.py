@@ -68,6 +68,8 @@ class LifeOptions:
         backoff_min_s, backoff_max_s: the wait before the only prefill engine is tried again.
         prefill_fallback: what happens when every prefill engine has failed: tell the client, or prefill on the
             decode engine.
+        is_kept: KV is handed over through cache servers: the prefill engine holds nothing for it, and a handle can be
+            sent again, whatever becomes of that engine.
     """
 
     connect_s: float = 5.0
@@ -80,3 +82,4 @@ class LifeOptions:
     backoff_min_s: float = 0.05
     backoff_max_s: float = 1.0
     prefill_fallback: Literal["fail", "local"] = "fail"
+    is_kept: bool = False

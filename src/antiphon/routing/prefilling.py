@@ -101,7 +101,7 @@ def head(life: Life, event: Event) -> None:
 
 def leaving(life: Life, event: Event) -> None:
     """Cancel the prefill, unless it has ended: then its KV is handed over first."""
-    if life.has_prefill_head:
+    if life.has_prefill_head and not life.options.is_kept:
         life.client_left = True
     else:
         client_left(life, event)

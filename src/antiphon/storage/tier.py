@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from antiphon.core.namespace import DIGEST_BYTES, FORMAT_VERSION, NamespaceDigest
 
-__all__ = ["FINGERPRINT_BYTES_MAX", "KEY_BYTES", "ChunkMeta", "TierStore", "TierUsage"]
+__all__ = ["FINGERPRINT_BYTES_MAX", "KEY_BYTES", "ChunkMeta", "ExpectingStore", "TierStore", "TierUsage"]
 
 KEY_BYTES: Final = 32
 FINGERPRINT_BYTES_MAX: Final = 512
@@ -64,6 +64,14 @@ class TierUsage:
     num_chunks: int
     held_bytes: int
     capacity_bytes: int | None
+
+
+@runtime_checkable
+class ExpectingStore(Protocol):
+    """A store that is told of chunks that will be in it."""
+
+    def gone(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of ``keys`` were expected and will not come, as far as the last ``contains`` has shown."""
 
 
 class TierStore(Protocol):

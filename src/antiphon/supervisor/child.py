@@ -27,7 +27,7 @@ from typing import Any
 from antiphon.config.hosts import is_port_taken
 from antiphon.config.key_files import read_key
 from antiphon.config.masking import masked
-from antiphon.config.plan import ProcessPlan
+from antiphon.config.plan import BEHIND_ENGINES, ProcessPlan
 from antiphon.config.units import format_bytes
 from antiphon.core.errors import ConfigError, StartError
 from antiphon.core.ids import new_incarnation
@@ -46,7 +46,7 @@ READY_PROBE_TIMEOUT_S = 5.0
 FATAL_SETTLE_S = 3.0
 """After a fatal log line: the process usually ends by itself within this, and completes its traceback."""
 CACHE_STOP_GRACE_S = 5.0
-"""A cache server holds no request: it ends within 2 s, and what is not stored yet may be lost."""
+"""A cache server or coordinator holds no request: it ends within 2 s, and what is not stored yet may be lost."""
 PORT_FREE_TIMEOUT_S = 5.0
 """How long a restart waits for the ports of the life before; a first start does not wait."""
 
@@ -149,7 +149,7 @@ class Child:
         grace_s = self._around.stop_grace_s
         if not is_serving:
             grace_s = min(grace_s, UNREADY_GRACE_S)
-        elif self.plan.kind == "cache_server":
+        elif self.plan.kind in BEHIND_ENGINES:
             grace_s = min(grace_s, CACHE_STOP_GRACE_S)
         if self._process is not None and self._session is not None and self._exit is not None:
             await self._note_segments()

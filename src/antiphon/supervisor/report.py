@@ -44,9 +44,11 @@ class ProcessRow:
     """Requests in the running batch; None where unknown or not an engine."""
     num_waiting: int | None = None
     is_load_unknown: bool = False
-    """The engine lives and did not tell its load in time; for a cache server, what it holds."""
+    """The engine lives and did not tell its load in time; for a cache server or coordinator, what it holds or knows."""
     num_objects: int | None = None
-    """Chunks that a cache server holds; None where unknown or not a cache server."""
+    """Chunks that a cache server holds, or that a coordinator knows of; None where unknown or neither."""
+    num_members: int | None = None
+    """Cache servers that a coordinator knows; None where unknown or not a coordinator."""
     used_bytes: int | None = None
     """Bytes that they occupy."""
     total_bytes: int | None = None
@@ -176,6 +178,8 @@ async def _with_load(row: ProcessRow, timeout_s: float) -> ProcessRow:
         return replace(row, waiting=await ask_router(row.base_url, timeout_s=min(timeout_s, STATUS_TIMEOUT_S)))
     if row.kind == "cache_server":
         return await _with_cache(row, min(timeout_s, STATUS_TIMEOUT_S))
+    if row.kind == "coordinator":
+        return await _with_members(row, min(timeout_s, STATUS_TIMEOUT_S))
     try:
         metrics = await vllm.scrape_metrics(row.base_url, timeout_s=timeout_s)
     except UpstreamError:
@@ -195,6 +199,16 @@ async def _with_cache(row: ProcessRow, timeout_s: float) -> ProcessRow:
     if not all(isinstance(count, int) for count in counts):
         return replace(row, is_load_unknown=True)
     return replace(row, num_objects=counts[0], used_bytes=counts[1], total_bytes=counts[2])
+
+
+async def _with_members(row: ProcessRow, timeout_s: float) -> ProcessRow:
+    """``row`` with how many cache servers the coordinator says that it knows, and what they hold."""
+    try:
+        status, body = await vllm.http_get(f"{row.base_url}/status", timeout_s=timeout_s)
+        told = json.loads(body) if status == 200 else {}
+        return replace(row, num_members=len(told["members"]), num_objects=int(told["chunks"]))
+    except (UpstreamError, ValueError, KeyError, TypeError, AttributeError):
+        return replace(row, is_load_unknown=True)
 
 
 async def with_load(report: DeploymentReport, *, timeout_s: float = SCRAPE_TIMEOUT_S) -> DeploymentReport:

@@ -1,9 +1,9 @@
 """The supervisor: the processes of a deployment that belong to this host, from their start to their end.
 
-Owns the order (cache servers and engines at once, the router when they are ready; the router stops first, the cache
-servers last), the restarts, the state file and the lock. Invariants: one supervisor for a deployment on a host; when
-:meth:`Supervisor.start` raises and when :meth:`Supervisor.stop` has returned, nothing that was started is left; when
-the supervisor itself is killed, the watchdog sees to that.
+Owns the order (cache servers, their coordinator and engines at once, the router when they are ready; the router stops
+first, the cache servers and their coordinator last), the restarts, the state file and the lock. Invariants: one
+supervisor for a deployment on a host; when :meth:`Supervisor.start` raises and when :meth:`Supervisor.stop` has
+returned, nothing that was started is left; when the supervisor itself is killed, the watchdog sees to that.
 
 It must be started and stopped in one thread, which must outlive it: the kernel ends the children with that thread.
 It does not compile or check the spec, and it does not print except through the console that it is given.
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from antiphon.config.plan import ProcessPlan
+from antiphon.config.plan import BEHIND_ENGINES, ProcessPlan
 from antiphon.config.supervisor_spec import SupervisorSpec
 from antiphon.core.errors import StartError
 from antiphon.protocol.state import DeploymentState, ProcessState
@@ -114,7 +114,8 @@ class Supervisor:
             await self._guard.start()
             self._write_state()
             routers, engines, caches = self._groups()
-            # An engine needs no cache server in order to start: it joins as soon as there is one.
+            # An engine needs no cache server in order to start, and a cache server no coordinator: it joins as soon as
+            # there is one.
             await self._start_all([*caches, *engines])
             await self._start_all(routers)
             is_started = True
@@ -138,7 +139,7 @@ class Supervisor:
             raise StartError("every process has failed and may not be restarted any more", remedy="read their logs")
 
     async def stop(self) -> None:
-        """Stop the router, then engines, cache servers, and the watchdog; nothing happens when nothing runs."""
+        """Stop the router, then engines, what is behind them, and the watchdog; nothing happens when nothing runs."""
         if not self._is_up:
             return
         self._is_stopping = True
@@ -221,9 +222,9 @@ class Supervisor:
         return counts | {"num_restarts": restarts, "watchdog_pid": self._guard.pid or 0}
 
     def _groups(self) -> tuple[list[Child], list[Child], list[Child]]:
-        """Routers, engines and cache servers: the order in which they stop."""
+        """Routers, engines, and cache servers with their coordinator: the order in which they stop."""
         routers = [child for child in self._children if child.plan.kind == "router"]
-        caches = [child for child in self._children if child.plan.kind == "cache_server"]
+        caches = [child for child in self._children if child.plan.kind in BEHIND_ENGINES]
         return routers, [child for child in self._children if child not in (*routers, *caches)], caches
 
     # --- starting and restarting -----------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ class Supervisor:
 
     async def _live(self, child: Child) -> None:
         """Watch a ready child; start it again as often as the budget allows; then leave it failed."""
-        is_cache = child.plan.kind == "cache_server"
+        is_cache = child.plan.kind in BEHIND_ENGINES
         budget = RestartBudget(self._spec.restart, first_s=CACHE_FIRST_RESTART_S if is_cache else None)
         while True:
             reason = await child.wait_ended()
@@ -301,8 +302,8 @@ class Supervisor:
         is_pool_lost = all(other.record.state == "failed" for other in same_role)
         lost = f"; no {child.plan.role} process is left on this host" if is_pool_lost else ""
         self._emit("failed", child.plan.name, f"failed for good: {why}{lost}")
-        # Cache servers alone serve nobody.
-        serving = [other for other in self._children if other.plan.kind != "cache_server"] or self._children
+        # What is behind the engines serves nobody alone.
+        serving = [other for other in self._children if other.plan.kind not in BEHIND_ENGINES] or self._children
         if all(other.record.state == "failed" for other in serving):
             self._nothing_left.set()
 

@@ -126,7 +126,7 @@ class NixlAgent:
         self.counts: Counter[str] = Counter()
         self._memory = (address, num_bytes)
         self._agent: Any = None
-        self._orders: queue.Queue[Reading | Callable[[], None]] = queue.Queue(WAITING_MAX)
+        self._orders: queue.SimpleQueue[Reading | Callable[[], None]] = queue.SimpleQueue()
         self._running: list[Reading] = []
         self._remotes: dict[str, str] = {}  # NIXL's name of each remote that is added, by ours
         self._doomed: set[str] = set()
@@ -184,10 +184,9 @@ class NixlAgent:
         with self._lock:
             if self._is_closing:
                 raise PeerUnavailable("the NIXL agent is closed")
-            try:
-                self._orders.put_nowait(order)
-            except queue.Full:
-                raise PeerUnavailable(f"{WAITING_MAX} orders wait for the NIXL agent") from None
+            if self._orders.qsize() >= WAITING_MAX:
+                raise PeerUnavailable(f"{WAITING_MAX} orders wait for the NIXL agent")
+            self._orders.put(order)
 
     def close(self) -> bool:
         """Ends the thread; returns whether it has ended, so that the memory may be unmapped."""

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -40,8 +39,6 @@ class PeerSocket:
         self._sock = sock
         self._next_id = 1
         self._buffer = bytearray()
-        self._unread: deque[int] = deque()
-        """Calls that were posted, and whose answers were not taken up."""
         self.is_closed = False
         self.incarnation = ""
         """Of the life of the other side that answers."""
@@ -83,12 +80,12 @@ class PeerSocket:
         """Whether the other side has ended the connection, or says something unasked."""
         self._sock.settimeout(0.0)
         try:
-            data = self._sock.recv(1, socket.MSG_PEEK)
+            self._sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             return True
-        return not data or not self._unread
+        return True
 
     def call(self, body: wire.Message, timeout_s: float) -> wire.Message:
         """Sends a call and returns its answer.
@@ -103,8 +100,6 @@ class PeerSocket:
             self._set_timeout(deadline_s)
             self._sock.sendall(wire.frame(call_id, body))
             envelope = wire.decode(self._frame(deadline_s))
-            while self._unread and envelope.id == self._unread.popleft():
-                envelope = wire.decode(self._frame(deadline_s))
             if envelope.id != call_id:
                 raise ProtocolError(f"call {call_id} was answered as {envelope.id}")
         if isinstance(envelope.body, wire.Failure):
@@ -112,7 +107,7 @@ class PeerSocket:
         return envelope.body
 
     def post(self, body: wire.Message, timeout_s: float) -> None:
-        """Sends a call whose answer means nothing; it is taken up, and left out, before that of the next call.
+        """Sends a message that has no answer.
 
         Raises:
             PeerTimeout, PeerUnavailable: it could not be sent; the connection is closed.
@@ -121,7 +116,6 @@ class PeerSocket:
         with self._closing():
             self._set_timeout(time.monotonic() + timeout_s)
             self._sock.sendall(wire.frame(call_id, body))
-        self._unread.append(call_id)
 
     def read_into(self, lease: int, into: memoryview, timeout_s: float) -> None:
         """Has the bytes of a leased chunk sent into ``into``, all of it.

@@ -73,6 +73,7 @@ LONG_QUESTION = Question(
 _SOURCES = {
     "l1": "from the cache server",
     "l2": "from a tier behind it",
+    "peer": "from another cache server",
     "computed": "computed",
     "device": "from the engine's own cache",
     "unknown": "unknown",

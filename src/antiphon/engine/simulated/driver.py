@@ -12,10 +12,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from antiphon.core.errors import UpstreamError
+from antiphon.engine.simulated.cache_kv import SimulatedCache
 from antiphon.engine.simulated.machine import SimulatedEngine
 from antiphon.engine.simulated.metrics import EngineMetrics
-from antiphon.engine.simulated.sequence import Effect, Failed, NotifyRemote, Produced, PullBlocks, RemoteKv, Sequence
+from antiphon.engine.simulated.sequence import (
+    Effect,
+    Failed,
+    NotifyRemote,
+    Produced,
+    PullBlocks,
+    RemoteKv,
+    Sequence,
+    StoreBlocks,
+)
 from antiphon.engine.simulated.side_channel import SideChannelClient
+from antiphon.protocol.cache_handoff import HandoffKey
 
 _HEARTBEATS_PER_LEASE = 6
 
@@ -33,12 +44,13 @@ class SequenceOwner(Protocol):
 class EngineDriver:
     """One engine in real time. Everything happens on the event loop that it was made on."""
 
-    def __init__(self, engine: SimulatedEngine, client: SideChannelClient) -> None:
+    def __init__(self, engine: SimulatedEngine, client: SideChannelClient, cache: SimulatedCache | None = None) -> None:
         self.engine = engine
         self.metrics = EngineMetrics()
         self.after_step: Callable[[], None] | None = None
         """Called whenever the engine may have done something."""
         self._client = client
+        self._cache = cache
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
         self._timer_due_ns = 0
@@ -48,12 +60,21 @@ class EngineDriver:
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Give sequences to the engine; ``owner`` of each is a :class:`SequenceOwner`."""
-        now_ns = time.monotonic_ns()
         for sequence in sequences:
-            if not sequence.is_aborted:
-                self.perform(self.engine.submit(sequence, now_ns))
+            if self._cache is not None and sequence.handed_over is not None and not sequence.is_aborted:
+                self._spawn(self._load(self._cache, sequence, sequence.handed_over))
+            else:
+                self._submit(sequence)
         if self._heartbeat is None and any(sequence.remote is not None for sequence in sequences):
             self._heartbeat = self._loop.call_later(self._heartbeat_s, self._send_heartbeats)
+
+    def _submit(self, sequence: Sequence) -> None:
+        if not sequence.is_aborted:
+            self.perform(self.engine.submit(sequence, time.monotonic_ns()))
+
+    async def _load(self, cache: SimulatedCache, sequence: Sequence, key: HandoffKey) -> None:
+        sequence.loaded = await cache.load(sequence, key)
+        self._submit(sequence)
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Stop sequences and free what they hold; one that was not submitted yet will not be."""
@@ -75,12 +96,17 @@ class EngineDriver:
         for effect in effects:
             if isinstance(effect, Produced):
                 self.metrics.observe_token(effect)
+                if self._cache is not None and effect.finish_reason is not None:
+                    self._cache.report(effect.sequence, is_aborted=False)
                 _owner(effect.sequence).on_token(effect)
             elif isinstance(effect, PullBlocks):
                 self._spawn(self._pull(effect))
             elif isinstance(effect, NotifyRemote):
                 self.metrics.observe_release(effect)
                 self._spawn(self._release(effect.remote))
+            elif isinstance(effect, StoreBlocks):
+                if self._cache is not None:
+                    self._cache.store(effect.sequence, effect.contents)
             else:
                 assert isinstance(effect, Failed)
                 _owner(effect.sequence).on_failed(effect.sequence)
@@ -94,6 +120,8 @@ class EngineDriver:
         for task in self._tasks:
             task.cancel()
         self._client.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def _schedule(self) -> None:
         """Arm the timer for the engine's next event. It may fire early after an abort, and then does nothing."""

@@ -31,7 +31,7 @@ class GenerationHooks:
     """What a generation asks of the server."""
 
     abort: Callable[[list[Sequence]], None]
-    handover: Callable[[Sequence], Json]
+    handover: Callable[[Sequence], Json | None]
 
 
 class Generation:
@@ -91,7 +91,7 @@ class Generation:
             self._write(self._stream.closing(self.sequences), is_last=True)
         elif not self._is_cut:
             first = self.sequences[0]
-            params = self._hooks.handover(first) if first.hands_over else None
+            params = self._hooks.handover(first) if first.hands_over or first.stores else None
             body = whole_of(self._request, self._names, self.sequences, params)
             self._responder.send(200, [(b"content-type", JSON)], body)
             self._finish()

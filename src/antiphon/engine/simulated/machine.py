@@ -39,6 +39,7 @@ from antiphon.engine.simulated.sequence import (
     PullBlocks,
     Sequence,
     Stage,
+    StoreBlocks,
 )
 
 _PREFILL_END, _LOAD_END, _FIRST_TOKEN, _DECODE, _LEASE_END = range(5)
@@ -252,8 +253,9 @@ class SimulatedEngine:
         if sequence.remote is None:
             sequence.stage = Stage.PREFILLING
             self._prefilling = sequence
-            spec = self.options.spec
-            seconds = spec.prefill_overhead_ms / 1e3 + (num_prompt - num_cached) / spec.prefill_tokens_per_s
+            self._take_loaded(sequence)
+            spec, num_there = self.options.spec, num_cached + sequence.num_pulled_tokens
+            seconds = spec.prefill_overhead_ms / 1e3 + (num_prompt - num_there) / spec.prefill_tokens_per_s
             self._set_timer(_PREFILL_END, now_ns + round(seconds * sequence.slowdown * 1e9), sequence)
             return
         sequence.stage = Stage.PULLING
@@ -265,6 +267,19 @@ class SimulatedEngine:
             block_ids = sequence.remote.block_ids[-num_blocks:]
             self._effects.append(PullBlocks(sequence, sequence.remote, block_ids))
 
+    def _take_loaded(self, sequence: Sequence) -> None:
+        """What the cache server had goes into the blocks behind the engine's own hit; the last token is computed."""
+        size = self.kv.block_size_tokens
+        first, last = sequence.num_cached_tokens // size, min(len(sequence.loaded), (len(sequence.prompt) - 1) // size)
+        if sequence.handed_over is not None:
+            self.counters.num_external_queries += len(sequence.prompt) - sequence.num_cached_tokens
+        if last > first:
+            for index in range(first, last):
+                self.kv.write(sequence.block_ids[index], sequence.loaded[index])
+            sequence.num_pulled_tokens = (last - first) * size
+            self.counters.num_external_hits += sequence.num_pulled_tokens
+        sequence.loaded = []
+
     def _blocks_to_pull(self, sequence: Sequence) -> list[int]:
         return sequence.block_ids[sequence.num_cached_tokens // self.kv.block_size_tokens :]
 
@@ -272,10 +287,13 @@ class SimulatedEngine:
         return num_blocks * self.kv.block_size_tokens * KV_BYTES_PER_TOKEN
 
     def _prefilled(self, sequence: Sequence, now_ns: int) -> None:
-        num_cached = sequence.num_cached_tokens
-        self.kv.compute(sequence.root, sequence.block_ids, num_cached, sequence.packed[8 * num_cached :])
-        self.counters.num_computed_tokens += len(sequence.prompt) - num_cached
+        num_there = sequence.num_cached_tokens + sequence.num_pulled_tokens
+        self.kv.compute(sequence.root, sequence.block_ids, num_there, sequence.packed[8 * num_there :])
+        self.counters.num_computed_tokens += len(sequence.prompt) - num_there
         self._publish_prompt(sequence)
+        if sequence.stores:
+            contents = self.kv.read(sequence.block_ids[: len(sequence.keys)])
+            self._effects.append(StoreBlocks(sequence, contents))
         self._prefilling = None
         sequence.stage = Stage.DECODING
         self._produce(sequence, now_ns)

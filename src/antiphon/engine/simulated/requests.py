@@ -12,6 +12,7 @@ from typing import Literal
 from antiphon.core.errors import ProtocolError, RequestRefused
 from antiphon.engine.simulated.sequence import RemoteKv
 from antiphon.engine.simulated.tokenizer import TOKEN_ID_MAX, SimulatedTokenizer, decode, render_chat
+from antiphon.protocol.cache_handoff import HandoffKey, is_asked_for, read_key
 from antiphon.protocol.json import decode as decode_json
 from antiphon.protocol.json import encode as encode_json
 
@@ -46,6 +47,8 @@ class GenerationRequest:
     returns_token_ids: bool
     hands_over: bool
     remote: RemoteKv | None
+    stores: bool
+    handed_over: HandoffKey | None
     is_remote_unusable: bool
     """``do_remote_prefill`` without a complete handle: vLLM's engine would crash or wait for ever; this one fails."""
     namespace: str
@@ -201,7 +204,8 @@ class RequestReader:
         room = self.max_model_len - max(self._check_length(len(prompt)) for prompt in prompts[0])
         if room < 1:
             raise bad_request("max_tokens must be at least 1, got 0.", limit_param)
-        hands_over, remote, is_unusable = _handover(_object(body, "kv_transfer_params"))
+        params = _object(body, "kv_transfer_params")
+        hands_over, remote, is_unusable = _handover(params)
         return GenerationRequest(
             kind=kind,
             prompts=prompts[0],
@@ -218,6 +222,8 @@ class RequestReader:
             returns_token_ids=_boolean(body, "return_token_ids"),
             hands_over=hands_over,
             remote=remote,
+            stores=is_asked_for(params),
+            handed_over=read_key(params),
             is_remote_unusable=is_unusable,
             namespace=_string(body, "cache_salt") or "",
             request_id=_string(body, "request_id"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from antiphon.protocol.cache_handoff import HandoffKey
+
 
 class Stage(Enum):
     """Where a sequence is."""
@@ -51,6 +53,12 @@ class Sequence:
     hands_over: bool = False
     """``do_remote_decode``: the KV is kept under a lease for a decode engine."""
     remote: RemoteKv | None = None
+    stores: bool = False
+    """``antiphon_handoff``: the KV is stored in the cache server for a decode engine."""
+    handed_over: HandoffKey | None = None
+    """What a prefill engine has stored of it."""
+    loaded: list[bytes] = field(default_factory=list)
+    """Bytes of its first blocks, as the cache server had them."""
     slowdown: float = 1.0
     """Factor on prefill and decode times; a fault."""
 
@@ -61,6 +69,7 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in this engine's own prefix cache."""
     num_pulled_tokens: int = 0
+    """Prompt tokens that were pulled from a prefill engine, or loaded from the cache server."""
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     is_aborted: bool = False
@@ -121,7 +130,14 @@ class NotifyRemote(NamedTuple):
     transfer_ns: int = 0
 
 
-Effect = Produced | Failed | PullBlocks | NotifyRemote
+class StoreBlocks(NamedTuple):
+    """Store the bytes of a prompt's full blocks in the cache server. Nothing is to be called when that is done."""
+
+    sequence: Sequence
+    contents: list[bytes]
+
+
+Effect = Produced | Failed | PullBlocks | NotifyRemote | StoreBlocks
 
 
 @dataclass(slots=True)

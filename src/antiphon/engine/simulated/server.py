@@ -18,6 +18,7 @@ from functools import partial
 
 from antiphon.core.errors import RequestRefused, StartError
 from antiphon.engine.simulated import responses
+from antiphon.engine.simulated.cache_kv import CacheOptions, SimulatedCache
 from antiphon.engine.simulated.driver import EngineDriver
 from antiphon.engine.simulated.faults import Fault, FaultPlan
 from antiphon.engine.simulated.further_requests import read_generate, read_message, read_response
@@ -56,6 +57,7 @@ class ServerOptions:
         side_channel_host: where decode engines find the side channel, and where it listens.
         side_channel_port: 0 is any free one.
         kv_events: where its KV events are published; None for nowhere.
+        cache: its cache server; None without one.
     """
 
     engine: EngineOptions
@@ -66,6 +68,7 @@ class ServerOptions:
     side_channel_host: str = "127.0.0.1"
     side_channel_port: int = 0
     kv_events: KvEventsOptions | None = None
+    cache: CacheOptions | None = None
 
 
 class SimulatedServer:
@@ -75,7 +78,11 @@ class SimulatedServer:
         self.options = options
         engine = SimulatedEngine(options.engine)
         identity = ReaderIdentity(options.engine.model_name, engine.kv.block_size_tokens)
-        self.driver = EngineDriver(engine, SideChannelClient(identity))
+        self.cache: SimulatedCache | None = None
+        if options.cache is not None:
+            names = (options.engine_id, options.engine.model_name, engine.kv.block_size_tokens)
+            self.cache = SimulatedCache(options.cache, *names)
+        self.driver = EngineDriver(engine, SideChannelClient(identity), self.cache)
         self.engine = engine
         self.publisher: KvPublisher | None = None
         if options.kv_events is not None:
@@ -203,11 +210,13 @@ class SimulatedServer:
                     stops_naturally=asked.stops_naturally,
                     hands_over=asked.hands_over,
                     remote=asked.remote,
+                    stores=asked.stores,
+                    handed_over=asked.handed_over,
                 )
                 if fault is not None and fault.kind == "slow":
                     sequence.slowdown = fault.factor
                 elif fault is not None and fault.kind == "no_kv_params":
-                    sequence.hands_over = False
+                    sequence.hands_over = sequence.stores = False
                 sequences.append(sequence)
         return sequences
 
@@ -219,7 +228,9 @@ class SimulatedServer:
             if remote is not None:
                 self.driver.release(remote)
 
-    def _handover(self, sequence: Sequence) -> responses.Json:
+    def _handover(self, sequence: Sequence) -> responses.Json | None:
+        if sequence.stores:
+            return None if self.cache is None else self.cache.handoff_params(sequence)
         options = self.options
         return responses.handover_params(sequence, options.engine_id, options.side_channel_host, self.side_channel_port)
 

@@ -1,0 +1,189 @@
+"""What lookups wait for that nobody has yet: chunks that a prefill engine has handed over and is still storing.
+
+A prefill engine answers when its last step ends; its last chunks are copied after that. A lookup that was told so
+(``HandedOver``) waits at the first chunk that is not there. Where the chunk is stored here, its commit wakes it. Where
+another server has it, the tiers are asked again and again, after ``POLL_MIN_S`` to ``POLL_MAX_S``.
+
+Always true:
+
+- A lookup waits no longer than its deadline, and not for a chunk that is known not to come: its store was refused or
+  given up, or the tier that was asked said so.
+- A chunk that nobody has begun to store here is waited for ``UNSEEN_MAX_S`` at most.
+- What is remembered of refused stores is bounded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from antiphon.cache.events import Lookup, TicketId
+from antiphon.core.chunks import ChunkKey
+
+if TYPE_CHECKING:
+    from antiphon.cache.onboarding import Onboardings, Waiter
+
+POLL_MIN_S: Final = 0.005
+POLL_MAX_S: Final = 0.05
+"""Between two questions: a step of prefill takes longer, and a copy of a chunk some milliseconds."""
+WAIT_MIN_S: Final = 0.25
+"""For what was handed over, however fast the engine computes: what it computes again holds up its decoding."""
+UNSEEN_MAX_S: Final = 1.0
+"""An engine reserves within milliseconds after it has answered: one that has not in this time is gone."""
+REFUSED_MAX: Final = 4_096
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """What was handed over of one lookup.
+
+    Args:
+        num_chunks: of its keys, from the first on.
+        is_here: it is stored in this cache.
+        pause_s: until the next look.
+        awaited: the chunk that it waits for now.
+        is_planned: a look is planned.
+    """
+
+    num_chunks: int
+    is_here: bool
+    pause_s: float
+    awaited: ChunkKey | None = None
+    is_planned: bool = False
+
+
+class Awaiting:
+    """The lookups that wait for stores of others, and the stores that were refused lately.
+
+    Args:
+        onboardings: of the lookups.
+    """
+
+    def __init__(self, onboardings: Onboardings) -> None:
+        self._onboardings = onboardings
+        self._waiters: dict[ChunkKey, dict[TicketId, Waiter]] = {}
+        self._looks: list[tuple[float, TicketId]] = []
+        self._refused: dict[ChunkKey, None] = {}
+
+    def handover_of(self, lookup: Lookup) -> Handover | None:
+        """What is waited for, for a lookup that begins."""
+        handed = lookup.handed_over
+        if handed is None:
+            return None
+        if not handed.is_here and not any(tier.options.is_shared for tier in self._onboardings.tiers.tiers):
+            return None  # nothing can bring it
+        num_chunks = min(handed.num_chunks, len(lookup.keys))
+        return Handover(num_chunks, handed.is_here, UNSEEN_MAX_S if handed.is_here else POLL_MIN_S)
+
+    def awaits(self, waiter: Waiter) -> bool:
+        """Whether the lookup waits for the chunk that it cannot order now; if so it is woken."""
+        handover, place = waiter.handover, waiter.ordered
+        if handover is None or place >= handover.num_chunks:
+            return False
+        key = waiter.lookup.keys[place]
+        if handover.is_here and key in self._refused:
+            return False
+        if handover.awaited != key:
+            self._forget(waiter)
+            handover.awaited = key
+            self._waiters.setdefault(key, {})[waiter.ticket] = waiter
+        if not handover.is_planned:
+            handover.is_planned = True
+            heapq.heappush(self._looks, (self._onboardings.books.now_s + handover.pause_s, waiter.ticket))
+        return True
+
+    def over(self, waiter: Waiter) -> None:
+        """The lookup has its answer."""
+        self._forget(waiter)
+
+    def _forget(self, waiter: Waiter) -> None:
+        handover = waiter.handover
+        if handover is None or handover.awaited is None:
+            return
+        waiters = self._waiters[handover.awaited]
+        del waiters[waiter.ticket]
+        if not waiters:
+            del self._waiters[handover.awaited]
+        handover.awaited = None
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def stored(self, key: ChunkKey) -> None:
+        """The chunk is readable."""
+        self._refused.pop(key, None)
+        for waiter in list(self._waiters.get(key, {}).values()):
+            self._onboardings.go_on(waiter)
+
+    def abandoned(self, key: ChunkKey) -> None:
+        """The chunk's writer has given it up."""
+        self._not_coming(key)
+
+    def refused(self, key: ChunkKey) -> None:
+        """The chunk is not stored here, as there was no room."""
+        self._refused.pop(key, None)
+        self._refused[key] = None
+        if len(self._refused) > REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
+        self._not_coming(key)
+
+    def was_refused(self, key: ChunkKey) -> bool:
+        """Whether there was no room for the chunk lately."""
+        return key in self._refused
+
+    def _not_coming(self, key: ChunkKey) -> None:
+        for waiter in list(self._waiters.get(key, {}).values()):
+            handover = waiter.handover
+            assert handover is not None
+            if handover.is_here:
+                self._end(waiter, handover)
+
+    def _end(self, waiter: Waiter, handover: Handover) -> None:
+        """Nothing more of it is waited for."""
+        handover.num_chunks = min(handover.num_chunks, waiter.ordered)
+        self._forget(waiter)
+        self._onboardings.go_on(waiter)
+
+    def gone(self, waiter: Waiter, places: list[int]) -> None:
+        """A tier knows that the chunks at these places do not come."""
+        if waiter.handover is not None and places:
+            waiter.handover.num_chunks = min(waiter.handover.num_chunks, *places)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Asks again where it is time."""
+        now_s = self._onboardings.books.now_s
+        while self._looks and self._looks[0][0] <= now_s:
+            waiter = self._onboardings.waiters.get(heapq.heappop(self._looks)[1])
+            handover = None if waiter is None else waiter.handover
+            if waiter is None or handover is None:
+                continue
+            handover.is_planned = False
+            if handover.awaited is None:
+                continue
+            if not handover.is_here:
+                handover.pause_s = min(2 * handover.pause_s, POLL_MAX_S)
+                if not waiter.num_asks:
+                    self._onboardings.ask(waiter)
+            elif handover.awaited not in self._onboardings.books.index.chunks:
+                self._end(waiter, handover)
+                continue
+            self._onboardings.go_on(waiter)
+
+    @property
+    def next_look_s(self) -> float | None:
+        """When a lookup is to be asked for again."""
+        while self._looks and self._looks[0][1] not in self._onboardings.waiters:
+            heapq.heappop(self._looks)
+        return self._looks[0][0] if self._looks else None
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        for key, waiters in self._waiters.items():
+            assert waiters, "nobody waits for a key"
+            for ticket, waiter in waiters.items():
+                handover = waiter.handover
+                assert self._onboardings.waiters.get(ticket) is waiter and handover is not None
+                assert handover.awaited == key
+        assert len(self._refused) <= REFUSED_MAX

@@ -1,0 +1,93 @@
+"""The builder's own checks: what concerns the whole application. Nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs Ray")
+
+from antiphon.config.problems import SpecError
+from antiphon.ray import app as builder
+from antiphon.ray import build_pd_openai_app
+from tests.ray.configs import Change, pd_config
+
+ROUTER = "antiphon.router"
+
+
+def problems(*changes: Change) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        build_pd_openai_app(pd_config(*changes))
+    return {problem.field: f"{problem.message} -> {problem.fix}" for problem in caught.value.problems}
+
+
+def deployed(app: Any) -> dict[str, Any]:
+    """The options of each deployment, by name."""
+    found: dict[str, Any] = {}
+    waiting = [app._bound_deployment]
+    while waiting:
+        each = waiting.pop()
+        found[each.name] = each
+        waiting += [arg._bound_deployment for arg in each.init_args if hasattr(arg, "_bound_deployment")]
+    return found
+
+
+def test_a_public_router_without_keys_is_refused() -> None:
+    found = problems((f"{ROUTER}.host", "0.0.0.0"))
+    assert "no client needs a key" in found[f"{ROUTER}.host"]
+    found = problems((f"{ROUTER}", {"host": "192.0.2.1", "public_without_key": True}))
+    assert "takes no engines without it" in found[f"{ROUTER}.admin_key_file"]
+
+
+def test_engines_that_anybody_reaches_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret-key")
+    key.chmod(0o600)
+    public = {"host": "0.0.0.0", "api_key_file": str(key), "admin_key_file": str(key)}
+    build_pd_openai_app(pd_config((ROUTER, public)))
+    said = capsys.readouterr().err
+    assert "worker_api_key_file: is missing" in said
+    assert "secret-key" not in said
+    build_pd_openai_app(pd_config((ROUTER, public | {"worker_api_key_file": str(key)})))
+    assert "worker_api_key_file: is missing" not in capsys.readouterr().err
+
+
+def test_servers_that_share_are_refused() -> None:
+    """Each node has one server, and nobody would start their coordinator."""
+    assert "their coordinator" in problems(("antiphon.cache", {"peers": True}))["antiphon.cache.peers"]
+
+
+def test_an_engine_reserves_what_is_written() -> None:
+    app = build_pd_openai_app(
+        pd_config(
+            ("prefill_config.accelerator_type", "H200"),
+            ("both.engine_kwargs", {"tensor_parallel_size": 2}),
+            ("decode_config.placement_group_config", {"bundle_per_worker": {"GPU": 1, "CPU": 3}}),
+            ("decode_config.deployment_config.ray_actor_options", {"resources": {"rack": 1}, "memory": 1e9}),
+        )
+    )
+    found = {name: each.ray_actor_options for name, each in deployed(app).items()}
+    assert (found["prefill"]["num_gpus"], found["prefill"]["accelerator_type"]) == (2, "H200")
+    assert (found["decode"]["num_gpus"], found["decode"]["num_cpus"]) == (2, 6)
+    assert (found["decode"]["memory"], found["decode"]["resources"]) == (1e9, {"rack": 1})
+    assert (found["router"]["num_cpus"], found["ingress"]["num_cpus"]) == (0, 0)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 8])
+def test_gpus_of_another_node_count(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    """``serve deploy`` builds on the head of the cluster, which often has none."""
+    cluster = SimpleNamespace(is_initialized=lambda: True, cluster_resources=lambda: {"GPU": num_gpus, "CPU": 64})
+    monkeypatch.setattr(builder, "ray", cluster)
+    found = deployed(build_pd_openai_app(pd_config()))["decode"].ray_actor_options
+    assert found.get("num_gpus", 0) == (1 if num_gpus else 0)
+
+
+def test_how_long_an_engine_may_take_to_start_can_be_written() -> None:
+    app = build_pd_openai_app(pd_config(("antiphon.supervisor", {"start_timeout_s": 3000, "stop_grace_s": 90})))
+    (settings, *_) = deployed(app)["decode"].init_args
+    assert settings.spec.supervisor.start_timeout_s == 3000
+    assert settings.built_s > 0
+    assert deployed(app)["router"]._deployment_config.graceful_shutdown_timeout_s > 90

@@ -1,0 +1,414 @@
+"""The replicas of engines, router and cache servers without Ray: what they do when others are late, gone or replaced.
+
+Ray's handles, the held processes and the router are stand-ins of this file, whose answers a test can hold back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="needs Ray")
+
+from antiphon.config.plan import ProcessPlan
+from antiphon.core.errors import StartError
+from antiphon.ray import cache_actor, engine_replica, inside, router_replica
+from antiphon.ray.cache_actor import CacheActor
+from antiphon.ray.draining import Left
+from antiphon.ray.engine_replica import EngineReplica
+from antiphon.ray.plans import AppSettings
+from antiphon.ray.roster import BEAT_LOST_S
+from antiphon.ray.router_replica import RouterReplica
+from tests.ray.configs import Change, mapped_from
+
+SIMULATED: Change = ("antiphon.engine.kind", "simulated")
+WITH_CACHE: Change = ("antiphon.cache", {"shared": True})
+
+
+def settings(*changes: Change) -> AppSettings:
+    found = mapped_from(*changes)
+    return AppSettings(found.spec, found.pools, found.ingress, 1.0)
+
+
+async def wait_until(holds: Callable[[], object], what: str) -> None:
+    deadline_s = asyncio.get_running_loop().time() + 5
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline_s, f"not in time: {what}"
+        await asyncio.sleep(0.005)
+
+
+class HeldProcess:
+    """In the place of ``Holder``."""
+
+    failing: ClassVar[list[str]] = []
+    running: ClassVar[list[HeldProcess]] = []
+
+    def __init__(self, plan: ProcessPlan, options: object, say: Callable[[str], None]) -> None:
+        self.plan, self.pid, self.ended = plan, 1, None
+        self.incarnation, self.log_path = "life", "/log"
+
+    async def start(self, on_end: Callable[[str], None] | None = None) -> None:
+        await asyncio.sleep(0)
+        if self.failing:
+            raise StartError(self.failing.pop())
+        self.running.append(self)
+
+    async def stop(self) -> None:
+        if self in self.running:
+            self.running.remove(self)
+
+
+class RouterClientStandIn:
+    """In the place of ``RouterClient``: a set of URLs, each change of which may be held back before it is made."""
+
+    def __init__(self, *_: object) -> None:
+        self.known: set[str] = set()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.asked: list[tuple[str, str]] = []
+
+    async def _turn(self, what: str, url: str) -> None:
+        self.asked.append((what, url))
+        gate = self.gates.get(what)
+        await (asyncio.sleep(0) if gate is None else gate.wait())
+
+    async def register(self, role: str, url: str) -> None:
+        await self._turn("register", url)
+        self.known.add(url)
+
+    async def remove(self, role: str, url: str, *, force: bool = False) -> int:
+        await self._turn("remove", url)
+        self.known.discard(url)
+        return 0
+
+    async def leave(self, role: str, url: str, drain_timeout_s: float) -> Left:
+        await self._turn("leave", url)
+        self.known.discard(url)
+        return Left()
+
+    async def wait_open(self, role: str, url: str, wait_s: float) -> None:
+        await self._turn("wait_open", url)
+
+
+class Handle:
+    """In the place of a deployment's handle: calls methods of ``target``; a method may be held up or fail."""
+
+    def __init__(self, target: object) -> None:
+        self.target = target
+        self.errors: dict[str, list[Exception]] = {}
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            self.called.append(name)
+            if self.errors.get(name):
+                raise self.errors[name].pop(0)
+            said = getattr(self.target, name)(*args)
+            return await said if asyncio.iscoroutine(said) else said
+
+        return type("Method", (), {"remote": staticmethod(call)})
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    values = {
+        "keep_replica_near": lambda *, is_published: None,
+        "replica_identity": lambda: ("app", "r1"),
+        "node_id": lambda: "node",
+        "node_address": lambda: "192.0.2.1",
+        "gpus": lambda: (),
+        "log_dir": lambda: tmp_path,
+    }
+    for name, value in values.items():
+        monkeypatch.setattr(inside, name, value)
+    for module in (engine_replica, router_replica, cache_actor):
+        monkeypatch.setattr(module, "Holder", HeldProcess)
+    monkeypatch.setattr(router_replica, "RouterClient", RouterClientStandIn)
+    monkeypatch.setattr(engine_replica, "BEAT_S", 0.01)
+    monkeypatch.setattr(engine_replica, "JOIN_AGAIN_S", 0.01)
+    HeldProcess.failing, HeldProcess.running = [], []
+
+
+async def made(kind: type[Any], *args: Any) -> Any:
+    """As Serve constructs a replica; the interpreter is not to end it as well."""
+    own: Any = type(kind.__name__, (kind,), {"__del__": lambda self: None, "end": kind.__del__})
+    replica = own.__new__(own)
+    await replica.__init__(*args)
+    return replica
+
+
+async def router_of(own: AppSettings) -> tuple[Any, RouterClientStandIn]:
+    replica = await made(RouterReplica, own)
+    return replica, replica._client
+
+
+def info(life: str = "a", role: str = "decode", **more: Any) -> dict[str, Any]:
+    return {
+        "name": f"{role}-{life}",
+        "role": role,
+        "url": "http://127.0.0.1:9",
+        "incarnation": life,
+        "node_id": "node",
+        "shape": {},
+        "built_s": 1.0,
+        **more,
+    }
+
+
+# ---- the router's replica --------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_whose_beat_comes_while_it_is_removed_is_known_again() -> None:
+    replica, client = await router_of(settings(SIMULATED))
+    try:
+        await replica.beat(info())
+        (entry,) = replica._roster.entries.values()
+        client.gates["remove"] = asyncio.Event()
+        del replica._roster.entries[entry.url]
+        removing = asyncio.create_task(replica._remove_lost(entry))
+        await wait_until(lambda: ("remove", entry.url) in client.asked, "it is being removed")
+        beating = asyncio.create_task(replica.beat(info()))
+        await asyncio.sleep(0.02)
+        client.gates.pop("remove").set()
+        await asyncio.gather(removing, beating)
+        await replica.beat(info())
+        assert client.known == {entry.url}, "its replica beats, and the router does not know it"
+    finally:
+        await replica.end()
+
+
+async def test_a_beat_that_is_only_late_cuts_no_request() -> None:
+    replica, client = await router_of(settings(SIMULATED))
+    try:
+        await replica.beat(info())
+        (entry,) = replica._roster.entries.values()
+        del replica._roster.entries[entry.url]
+        await replica.beat(info())
+        await replica._remove_lost(entry)
+        assert ("remove", entry.url) not in client.asked
+    finally:
+        await replica.end()
+
+
+async def test_an_engine_that_leaves_while_it_is_added_is_not_left_behind() -> None:
+    replica, client = await router_of(settings(SIMULATED))
+    try:
+        client.gates["register"] = asyncio.Event()
+        joining = asyncio.create_task(replica.join(info(), 1.0))
+        await wait_until(lambda: client.asked, "it is being added")
+        assert (await replica.leave(info(), 1.0))["is_gone"] is False
+        await asyncio.sleep(0.02)
+        client.gates.pop("register").set()
+        await joining
+        await wait_until(lambda: not replica._leaving, "it has left")
+        assert client.known == set()
+    finally:
+        await replica.end()
+
+
+async def test_a_replica_that_stood_still_removes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, client = await router_of(settings(SIMULATED))
+    try:
+        await replica.beat(info())
+        now_s = asyncio.get_running_loop().time()
+        replica._roster.lost(now_s)
+        assert replica._roster.lost(now_s + 6 * BEAT_LOST_S) == []
+        assert client.known
+    finally:
+        await replica.end()
+
+
+async def test_a_later_deployment_of_another_model_takes_the_place_of_the_earlier_one() -> None:
+    """The earlier one serves until both roles of the later one are there; its engines are drained, not cut."""
+    replica, client = await router_of(replace(settings(SIMULATED), built_s=2.0))
+    old = [info("p1", "prefill", url="http://127.0.0.1:11"), info("d1", url="http://127.0.0.1:12")]
+    new = [info("p2", "prefill", url="http://127.0.0.1:21"), info("d2", url="http://127.0.0.1:22")]
+    for each in new:
+        each |= {"built_s": 2.0, "shape": {"model": "other"}}
+    try:
+        for each in old:
+            await replica.beat(each)
+        said = await replica.join(new[0], 1.0)
+        assert "until a decode engine" in said["waits"]
+        assert client.known == {each["url"] for each in old}
+        said = await replica.join(new[1], 1.0)
+        assert (said["waits"], said["misfit"]) == (None, None)
+        assert (await replica.join(new[0], 1.0))["waits"] is None
+        await wait_until(lambda: not replica._leaving, "the earlier ones have left")
+        for each in old:
+            await replica.beat(each)
+        assert client.known == {each["url"] for each in new}
+        assert [what for what, _ in client.asked].count("leave") == 2
+    finally:
+        await replica.end()
+
+
+async def test_a_router_on_loopback_takes_no_engine_of_another_node() -> None:
+    """Its URL would be that of something else, or nothing, on the router's own node."""
+    replica, client = await router_of(settings(SIMULATED))
+    said = await replica.join(info(node_id="elsewhere"), 1.0)
+    assert "another node" in said["misfit"]
+    await replica.beat(info(node_id="elsewhere"))
+    assert client.known == set()
+    await replica.end()
+
+
+async def test_the_router_starts_without_an_engine() -> None:
+    replica, client = await router_of(settings(SIMULATED))
+    assert "--allow-empty" in replica._holder.plan.argv
+    assert client.asked == []
+    await replica.end()
+    assert HeldProcess.running == []
+
+
+# ---- an engine's replica ---------------------------------------------------------------------------------------------
+
+
+class SlowLease:
+    """A cache server that was killed, and takes long to come back."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    async def take(self) -> str:
+        return "http://127.0.0.1:1"
+
+    async def renew(self) -> None:
+        await asyncio.Event().wait()
+
+    async def give_up(self) -> None: ...
+
+
+async def test_an_engine_is_heard_of_while_its_cache_server_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_replica, "CacheLease", SlowLease)
+    own = settings(WITH_CACHE)
+    router, _ = await router_of(own)
+    handle = Handle(router)
+    replica = await made(EngineReplica, own, "decode", handle)
+    try:
+        num = handle.called.count("beat")
+        await wait_until(lambda: handle.called.count("beat") >= num + 3, "beats")
+    finally:
+        await replica.end()
+        await router.end()
+
+
+async def test_an_engine_that_has_started_outlives_the_router_that_it_joins() -> None:
+    router, client = await router_of(settings(SIMULATED))
+    handle = Handle(router)
+    handle.errors["join"] = [RuntimeError("the actor died"), TimeoutError()]
+    replica = await made(EngineReplica, settings(SIMULATED), "decode", handle)
+    assert client.known == {replica.info()["url"]}
+    assert handle.called.count("join") == 3
+    await replica.end()
+    assert client.known == set()
+    await router.end()
+    assert HeldProcess.running == []
+
+
+async def test_an_engine_without_a_router_says_which_deployment_to_look_at() -> None:
+    router, _ = await router_of(settings(SIMULATED))
+    handle = Handle(router)
+    handle.errors["where"] = [TimeoutError()]
+    with pytest.raises(StartError, match="has not started for 120 s") as raised:
+        await made(EngineReplica, settings(SIMULATED), "decode", handle)
+    assert "deployment router" in str(raised.value)
+    await router.end()
+
+
+async def test_an_engine_of_a_later_deployment_waits_for_the_other_role() -> None:
+    router, client = await router_of(replace(settings(SIMULATED), built_s=2.0))
+    await router.beat(info("old", "prefill"))
+    later = replace(settings(SIMULATED), built_s=2.0)
+    prefill = asyncio.create_task(made(EngineReplica, later, "prefill", Handle(router)))
+    await wait_until(lambda: router._roster.waiting, "it waits")
+    assert not prefill.done()
+    decode = await made(EngineReplica, later, "decode", Handle(router))
+    replicas = [decode, await prefill]
+    await wait_until(lambda: client.known == {each.info()["url"] for each in replicas}, "both serve")
+    for each in (*replicas, router):
+        await each.end()
+
+
+async def test_an_engine_ends_when_the_router_cannot_reach_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(inside, "end_process", lambda code=1: ends.append(code))
+    router, _ = await router_of(settings(SIMULATED))
+    replica = await made(EngineReplica, settings(SIMULATED), "decode", Handle(router))
+    where = router.where()
+    router.where = lambda: where | {"node_id": "elsewhere"}
+    await wait_until(lambda: ends, "the replica ends")
+    await replica.end()
+    await router.end()
+
+
+async def test_an_engine_says_when_its_kv_events_go_to_where_the_router_was(caplog: pytest.LogCaptureFixture) -> None:
+    events: Change = ("antiphon.router", {"policy": "kv_aware", "kv_events_port": 9600})
+    own = settings(SIMULATED, events)
+    router, _ = await router_of(own)
+    replica = await made(EngineReplica, own, "decode", Handle(router))
+    where = router.where()
+    router.where = lambda: where | {"address": "192.0.2.9"}
+    with caplog.at_level("INFO", "ray.serve"):
+        await wait_until(lambda: "the router is at 192.0.2.9 now" in caplog.text, "it is said")
+    await replica.end()
+    await router.end()
+
+
+async def test_one_unanswered_question_is_no_reason_to_leave_without_the_router() -> None:
+    router, client = await router_of(settings(SIMULATED))
+    handle = Handle(router)
+    replica = await made(EngineReplica, settings(SIMULATED), "decode", handle)
+    handle.errors["leave"] = [TimeoutError()]
+    await replica.end()
+    assert client.known == set()
+    await router.end()
+
+
+async def test_a_file_that_this_node_lacks_is_named_before_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_size: 256\n")
+    own = settings(SIMULATED, ("decode_config.runtime_env.env_vars.LMCACHE_CONFIG_FILE", str(path)))
+    path.unlink()
+    router, _ = await router_of(own)
+    with caplog.at_level("INFO", "ray.serve"):
+        replica = await made(EngineReplica, own, "decode", Handle(router))
+    assert any(f"{path} cannot be read on this node" in record.getMessage() for record in caplog.records)
+    await replica.end()
+    await router.end()
+
+
+# ---- the cache server of a node --------------------------------------------------------------------------------------
+
+PLAN = ProcessPlan("cache", "cache_server", "cache_server", "127.0.0.1", ("x",), base_url="http://127.0.0.1:5")
+
+
+async def test_a_cache_server_that_does_not_start_is_not_the_answer_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor ends, so that the next engine that asks has another."""
+    ends: list[int] = []
+    monkeypatch.setattr(inside, "end_process", lambda code=1: ends.append(code))
+    monkeypatch.setattr(cache_actor, "FAILED_LINGER_S", 0.01)
+    HeldProcess.failing = ["its port is taken"]
+    actor = CacheActor("app", str(tmp_path))
+    with pytest.raises(StartError, match="its port is taken"):
+        await actor.hold("e", PLAN, 1.0)
+    await wait_until(lambda: ends, "the actor ends")
+    assert actor._reaper is not None
+    actor._reaper.cancel()
+
+
+async def test_the_server_of_a_later_deployment_replaces_that_of_the_earlier_one(tmp_path: Path) -> None:
+    actor = CacheActor("app", str(tmp_path))
+    bigger = replace(PLAN, argv=("x", "--l1-size-gb", "2"))
+    for plan, built_s, right in ((PLAN, 1.0, PLAN), (bigger, 1.0, PLAN), (bigger, 2.0, bigger), (PLAN, 1.0, bigger)):
+        assert await actor.hold("e", plan, built_s) == PLAN.base_url
+        assert [each.plan for each in HeldProcess.running] == [right]
+    assert actor._reaper is not None
+    actor._reaper.cancel()
