@@ -25,7 +25,7 @@ from tests.storage.servers import Valkey
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(900)]
 
 BLOCK_BYTES = BLOCK * 46_080  # of the demo model in float32
-KV_MEMORY_BYTES = 24 * BLOCK_BYTES
+KV_MEMORY_BYTES = 34 * BLOCK_BYTES
 TAIL = 19
 ASKED = {"antiphon_handoff": True}
 
