@@ -208,7 +208,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def report(number: int, **changes: object) -> wire.Report:
-    values = (f"r{number}", "e", "i", 10, 1, 2, 3, 4, 0, "finished", bytes(32), 0)
+    values = (f"r{number}", "e", "i", 10, 1, 2, 3, 4, 0, "finished", bytes(32), 0, 0)
     names = wire.Report.__struct_fields__
     return wire.Report(**(dict(zip(names, values, strict=True)) | changes))  # type: ignore[arg-type]
 

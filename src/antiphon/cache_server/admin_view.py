@@ -56,7 +56,9 @@ class ServerView(Protocol):
     @property
     def handoffs(self) -> Counter[str]: ...
 
-    def leases(self) -> list[LeaseView]: ...
+    def leases(self) -> list[LeaseView]:
+        """Oldest first."""
+
     def events_since(self, sequence: int, num_events_max: int) -> LogPage:
         """Raises ValueError beyond the log."""
 

@@ -156,7 +156,6 @@ def _tenants_of(tenants: Mapping[str, TenantStatistics]) -> Json:
 def leases_of(server: ServerView) -> Json:
     """The body of ``/leases``: at most ``LEASES_MAX``, oldest first."""
     leases = [lease for lease in server.leases() if lease.engine != PROBE_NAME]
-    leases.sort(key=lambda lease: -lease.age_s)
     shown = leases[:LEASES_MAX]
     return {
         "incarnation": server.incarnation,
