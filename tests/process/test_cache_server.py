@@ -417,6 +417,8 @@ def test_a_report_is_published_and_summed(server: ServerProcess, client: Client)
     assert {source: after[source] - before[source] for source in before} == {
         "device": 0,
         "l1": 256,
+        "l2": 0,
+        "peer": 0,
         "remote_prefill": 0,
         "computed": 44,
     }

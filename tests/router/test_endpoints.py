@@ -345,6 +345,20 @@ async def test_without_prefill_engines_decode_engines_prefill() -> None:
         assert p.seen == []
 
 
+@pytest.mark.parametrize(("fallback", "status"), [("fail", 503), ("local", 200)])
+async def test_where_engines_come_and_go_an_empty_prefill_pool_is_one_that_fails(fallback: str, status: int) -> None:
+    options = {"allow_empty": True, "prefill_fallback": fallback}
+    async with engine(prefills) as p, engine(streams) as d, routing([p], [d], **options) as router:
+        last = {"role": "prefill", "url": p.url, "allow_empty": True}
+        assert (await send(router, "DELETE", body=last))[0] == 200
+        reply = await ask(router)
+        assert reply.status == status
+        assert (await get(router, "/readiness")).status == 503
+        assert len(d.seen) == (status == 200)
+        assert (await send(router, "POST", body={"role": "prefill", "url": p.url}))[0] == 201
+        assert (await ask(router)).headers["x-antiphon-path"] == "pd"
+
+
 async def get(router: Router, path: str) -> Reply:
     async with connected(router) as client:
         client.get(path)

@@ -27,7 +27,7 @@ from antiphon.storage.tier import ChunkMeta, TierStore
 SIZES = [4 * KIB, 5000, 1 * MIB, 3 * MIB + 17, 16 * MIB]
 TIMEOUT_S = 2.0
 """Of the stores under test."""
-SLACK_S = 0.5
+SLACK_S = 1.0
 """What a busy machine adds to a deadline."""
 RECOVERY_S = 5.0
 

@@ -136,8 +136,8 @@ class RouterSpec(SpecModel):
     )
     allow_empty: bool = Field(
         default=False,
-        description="Start without a decode engine: engines come by POST /endpoints, and until one has, requests are "
-        "refused with 503.",
+        description="Start without engines: they come by POST /endpoints. Until a decode engine has, requests are "
+        "refused with 503; without a prefill engine, prefill_fallback decides.",
     )
     cache_servers: list[AdminUrl] = Field(
         default_factory=list,

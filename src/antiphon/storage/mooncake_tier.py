@@ -51,8 +51,8 @@ _RPC_TIMEOUT_MS: Final = 5000
 _NOT_FOUND: Final = -704
 _MISSES: Final = frozenset({-703, _NOT_FOUND, -707})
 """Not whole yet, not there, or evicted while it was read."""
-_BUSY: Final = frozenset({-703, -705, -706})
-"""Somebody else writes or reads the object at the moment."""
+_BUSY: Final = frozenset({-703, _NOT_FOUND, -705, -706})
+"""Somebody else writes, reads or removes the object at the moment."""
 BUSY_PAUSE_S: Final = 0.02
 _FULL: Final = frozenset({-200, -201})
 _WRONG_SIZE: Final = frozenset({-600})
@@ -251,7 +251,20 @@ class MooncakeTier:
         num_bytes = record_bytes(meta)
         if num_bytes > self._slot_bytes:
             return False  # never put
-        reader = RecordReader(key, meta, into)
+        try:
+            return self._read(key, RecordReader(key, meta, into), num_bytes, deadline)
+        except TierCorrupt:
+            # The store frees what is removed while it is read: a second look tells that from a damaged record.
+            pass
+        try:
+            return self._read(key, RecordReader(key, meta, into), num_bytes, deadline)
+        except TierCorrupt:
+            with contextlib.suppress(TierError):
+                self.remove([key])
+            raise
+
+    def _read(self, key: bytes, reader: RecordReader, num_bytes: int, deadline: Deadline) -> bool:
+        """One look at the record. Raises TierCorrupt where it is not what it should be."""
         slot, child = self._begin(deadline)
         with contextlib.ExitStack() as undo:
             undo.callback(self._free.put, slot)
@@ -267,10 +280,6 @@ class MooncakeTier:
             self._check(min(code, 0))
             reader.feed(self._slot(slot)[: min(code, num_bytes)])
             reader.finish()
-        except TierCorrupt:
-            with contextlib.suppress(TierError):
-                self.remove([key])
-            raise
         finally:
             self._free.put(slot)
         return True
