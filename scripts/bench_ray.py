@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from local_ray import local_ray
+
+from antiphon.bench.processes import cpu_s_of
+
 ROUNDS = 6
 IDLE_S = 4.0
 NUM_WARM = 50
@@ -43,17 +47,6 @@ class Measured:
     first_s: list[float] = field(default_factory=list)
     cpu_s: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time of all living threads of a process."""
-    total_ns = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total_ns += int(path.read_text().split()[0])
-        except (OSError, IndexError):
-            continue  # the thread has ended since
-    return total_ns / 1e9
 
 
 def part_of(pid: int, session: bytes) -> str | None:
@@ -85,7 +78,7 @@ def used(pids: dict[int, str]) -> Counter[str]:
     """Processor seconds by part."""
     total: Counter[str] = Counter()
     for pid, part in pids.items():
-        total[part] += cpu_s(pid)
+        total[part] += cpu_s_of(pid)
     return total
 
 
@@ -123,29 +116,12 @@ def load(port: int, num: int, num_clients: int, *, stream: bool) -> list[tuple[f
     return found
 
 
-def start(folder: str, http_port: int, router_port: int) -> None:
-    """A local Ray on loopback, Serve, and the application."""
-    os.environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_worker_niceness": "0",
-        "RAY_AUTH_TOKEN": os.urandom(16).hex(),
-    }
-    import ray
+def deploy(router_port: int) -> None:
+    """The application, until it runs."""
     from ray import serve
 
     from antiphon.ray import LLMConfig, build_pd_openai_app
 
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": http_port})
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     configs = {
         f"{pool}_config": LLMConfig(
@@ -209,17 +185,13 @@ def main() -> int:
     parser.add_argument("--router-port", type=int, default=18081, help="the router's port [18081]")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="br-", ignore_cleanup_errors=True) as folder:
-        start(folder, options.http_port, options.router_port)
-        import ray
-        from ray import serve
-
-        try:
-            ports = {"the router's port": options.router_port, "Serve's address": options.http_port}
-            found = measure(ports, folder.encode(), options.requests)
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+    with (
+        tempfile.TemporaryDirectory(prefix="br-", ignore_cleanup_errors=True) as folder,
+        local_ray(folder, options.http_port),
+    ):
+        deploy(options.router_port)
+        ports = {"the router's port": options.router_port, "Serve's address": options.http_port}
+        found = measure(ports, folder.encode(), options.requests)
     print("\n".join(table(found)))
     if options.json is not None:
         rows: list[dict[str, Any]] = [

@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import re
-import socket
 import sys
 import tempfile
 import threading
@@ -28,6 +26,10 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from local_ray import local_ray
+
+from antiphon.bench.processes import free_ports
 
 APP = "scale"
 SIZES = {"prefill": (2, 4), "decode": (6, 10)}
@@ -42,36 +44,12 @@ CHANGE = re.compile(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def start(folder: str, router_port: int, downscale_delay_s: float) -> None:
-    """A local Ray on loopback, Serve, and the application."""
-    os.environ |= {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_worker_niceness": "0",
-        "RAY_AUTH_TOKEN": os.urandom(16).hex(),
-    }
-    import ray
+def deploy(router_port: int, downscale_delay_s: float) -> None:
+    """The application, until it runs."""
     from ray import serve
 
     from antiphon.ray import build_pd_openai_app
 
-    ray.init(
-        num_cpus=4,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-        _temp_dir=folder,
-        _node_ip_address="127.0.0.1",
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
     config: dict[str, Any] = {}
     for role, (lowest, most) in SIZES.items():
         scaling = {"min_replicas": lowest, "max_replicas": most, "downscale_delay_s": downscale_delay_s}
@@ -196,19 +174,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--downscale-delay-s", type=float, default=30.0)
     options = parser.parse_args()
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="ar-") as folder:
-        began_s = time.monotonic()
-        start(folder, port, options.downscale_delay_s)
+    port, http_port = free_ports()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ar-") as folder, local_ray(folder, http_port):
+        deploy(port, options.downscale_delay_s)
         print(f"8 engines after {time.monotonic() - began_s:.0f} s")
-        import ray
-        from ray import serve
-
-        try:
-            return measure(folder, port, options.clients)
-        finally:
-            serve.shutdown()
-            ray.shutdown()
+        return measure(folder, port, options.clients)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,11 @@ class Process:
             reason = "\n".join(line for line in text.splitlines() if "ERROR" in line or "Error" in line)[-3000:]
             raise Failed(f"{self.name} has failed:\n{reason or text[-3000:]}")
 
+    def check_reuse(self) -> None:
+        """Of an engine that is ready: raises Failed where the connector has not turned reuse on."""
+        if "KV reuse is on" not in self.log.read_text(errors="replace"):
+            raise Failed(f"the gate has not passed, see {self.log}")
+
     def end(self) -> None:
         """Ends it, at last by force."""
         for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):

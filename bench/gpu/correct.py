@@ -15,6 +15,7 @@ import time
 from functools import partial
 
 from common import (
+    KV_BYTES_PER_TOKEN,
     LIVELY,
     Failed,
     Process,
@@ -47,7 +48,7 @@ def run(stack: Stack, report: Report) -> None:
     """All of it."""
     cache = stack.cache_server(CACHE_PORT, ARENA_GB)
     stack.wait_ready([cache], "/status")
-    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.6")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.6")
     engine = stack.engine("engine", PORT, antiphon(CACHE_PORT), *args, *LIVELY)
     began_s = time.monotonic()
     stack.wait_ready([engine])

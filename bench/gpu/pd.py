@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from common import (
+    KV_BYTES_PER_TOKEN,
     LIVELY,
     Failed,
     Process,
@@ -42,7 +43,7 @@ def run(stack: Stack, report: Report) -> None:
     cache = stack.cache_server(CACHE_PORT, 40)
     stack.wait_ready([cache], "/status")
     num_gpus = len(machine()["gpus"].splitlines())
-    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.4")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.4")
     engines = []
     for number, (name, port, role) in enumerate((("P", P_PORT, "kv_producer"), ("D", D_PORT, "kv_consumer"))):
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1_000)}
@@ -51,8 +52,7 @@ def run(stack: Stack, report: Report) -> None:
         engines.append(stack.engine(name, port, both(role), *args, *LIVELY, **environment))
     stack.wait_ready(engines)
     for engine in engines:
-        if "KV reuse is on" not in engine.log.read_text(errors="replace"):
-            raise Failed(f"the gate has not passed, see {engine.log}")
+        engine.check_reuse()
     for length in LENGTHS:
         found = [visit(cache, prompt(length, seed), f"{length}-{seed}") for seed in range(PROMPTS)]
         for kind in found[0]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import store_cost
 import ttft
-from common import Report, Stack, antiphon
+from common import KV_BYTES_PER_TOKEN, Report, Stack, antiphon
 
 KV_TOKENS = 120_000
 
@@ -15,7 +15,7 @@ def run(stack: Stack, report: Report) -> None:
     report.note("bus to the GPU, GB/s", bus, f"{bus:.1f} GB/s")
     cache = stack.cache_server(ttft.CACHE_PORT, 48)
     stack.wait_ready([cache], "/status")
-    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.28")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.28")
     ours = stack.engine("antiphon", ttft.PORTS["antiphon"], antiphon(ttft.CACHE_PORT), *args)
     theirs = stack.engine("offload", ttft.PORTS["vLLM offload"], None, "--kv-offloading-size", "24", *args)
     plain = stack.engine("plain", store_cost.PORTS["no connector"], None, *args)

@@ -12,7 +12,20 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from common import Failed, Report, Stack, antiphon, ask, at_once, median, num_chunks, percentile, prompt, stream
+from common import (
+    KV_BYTES_PER_TOKEN,
+    Failed,
+    Report,
+    Stack,
+    antiphon,
+    ask,
+    at_once,
+    median,
+    num_chunks,
+    percentile,
+    prompt,
+    stream,
+)
 
 CACHE_PORT, PORTS = 16_800, {"no connector": 18_800, "antiphon": 18_801, "vLLM offload": 18_802}
 KV_TOKENS = 150_000
@@ -26,15 +39,14 @@ def run(stack: Stack, report: Report) -> None:
     """All of it."""
     cache = stack.cache_server(CACHE_PORT, 40)
     stack.wait_ready([cache], "/status")
-    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.3")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.3")
     engines = [
         stack.engine("plain", PORTS["no connector"], None, *args),
         stack.engine("antiphon", PORTS["antiphon"], antiphon(CACHE_PORT), *args),
         stack.engine("offload", PORTS["vLLM offload"], None, "--kv-offloading-size", "28", *args),
     ]
     stack.wait_ready(engines)
-    if "KV reuse is on" not in engines[1].log.read_text(errors="replace"):
-        raise Failed(f"the gate has not passed, see {engines[1].log}")
+    engines[1].check_reuse()
     measure(report, PORTS)
     report.note("chunks in L1 at the end", num_chunks(cache))
     for engine in engines:

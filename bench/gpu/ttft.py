@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 from common import (
+    KV_BYTES_PER_TOKEN,
     Failed,
     Process,
     Report,
@@ -42,7 +43,7 @@ def run(stack: Stack, report: Report) -> None:
     report.note("bus to the GPU, GB/s", bus, f"{bus:.1f} GB/s")
     cache = stack.cache_server(CACHE_PORT, 48)
     stack.wait_ready([cache], "/status")
-    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * 131_072), "--gpu-memory-utilization", "0.3")
+    args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.3")
     ours = stack.engine("antiphon", PORTS["antiphon"], antiphon(CACHE_PORT), *args)
     theirs = stack.engine("offload", PORTS["vLLM offload"], None, "--kv-offloading-size", "24", *args)
     stack.wait_ready([ours, theirs])
@@ -53,8 +54,7 @@ def run(stack: Stack, report: Report) -> None:
 
 def measure(report: Report, bus: float, cache: Process, ours: Process) -> None:
     """With the engines there."""
-    if "KV reuse is on" not in ours.log.read_text(errors="replace"):
-        raise Failed(f"the gate has not passed, see {ours.log}")
+    ours.check_reuse()
     for port in PORTS.values():
         ask(port, prompt(300, 1), 4)
     for length, repeats in LENGTHS.items():

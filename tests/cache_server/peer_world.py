@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -157,8 +156,5 @@ class HostProcess(Process):
         assert self.child.stdin is not None
         self.child.stdin.close()
         last = self._answer()
-        deadline_s = time.monotonic() + 10.0
-        while self.child.poll() is None:
-            assert time.monotonic() < deadline_s, "it does not end"
-            time.sleep(0.01)
+        wait_for(lambda: self.child.poll() is not None, "the end of the host", 10.0)
         return last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,12 @@ from antiphon.cache.events import ConnectionId
 from antiphon.cache.lending import Shelf, Wanted
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
+from antiphon.cache_server.peer_membership import Membership
 from antiphon.cache_server.peer_pull import GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
+from antiphon.cache_server.peer_serving import PeerSelf
 from antiphon.core.errors import LeaseUnknown, PeerTimeout, PeerUnavailable
 from antiphon.core.namespace import NamespaceDigest
-from antiphon.protocol.peers import Events, Holder, LentChunk, Listing
+from antiphon.protocol.peers import Events, Holder, LentChunk, Listing, Located
 from tests.cache.test_lending import KEYS, WANTED, new_cache, store, tier_key
 
 KEY = bytes(32)
@@ -141,6 +144,33 @@ def test_a_read_that_failed_gives_its_loan_back() -> None:
         "ReadFrom two",
         "GiveBack two",
     ]
+
+
+class Questions:
+    """A session with a coordinator that answers by order."""
+
+    def __init__(self) -> None:
+        self.asked: list[asyncio.Future[Located]] = []
+
+    async def call(self, body: object, timeout_s: float) -> Located:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+
+async def test_an_answer_under_way_when_another_question_fails_is_used_and_closes_no_breaker() -> None:
+    questions: Any = Questions()
+    nobody: Any = None
+    member = Membership(PeerSelf("a", "i", b""), ("host:1", "host:2"), nobody, nobody, nobody)
+    member._session = questions
+    async with asyncio.TaskGroup() as tasks:
+        first, second = (tasks.create_task(member.ask([KEY], 1.0)) for _ in range(2))
+        await asyncio.sleep(0)
+        questions.asked[1].set_exception(PeerTimeout("late"))
+        assert await second is None
+        questions.asked[0].set_result(Located((ONE,), ((0,),)))
+        assert await first == Located((ONE,), ((0,),))
+    assert await member.ask([KEY], 1.0) is None, "it is left alone for a while"
+    assert len(questions.asked) == 2
 
 
 def test_what_is_known_is_bounded_and_gets_old() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from antiphon.core.chunks import chunk_keys
 from antiphon.protocol.cache_handoff import PARAM, HandoffKey, is_asked_for, read_key
-from tests.cache_server.handoff_processes import Servers, servers
+from tests.cache_server.handoff_processes import ServerProcess, Servers, servers
+from tests.cache_server.world import wait_for
 from tests.connector.blocks import CHUNK_SIZE
 from tests.connector.engine import EngineRequest, Status
 from tests.connector.harness import Harness
@@ -108,20 +110,13 @@ def made(tmp_path: Path, die_with_parent: Callable[[], None]) -> Iterator[Server
         yield started
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, what
-        time.sleep(0.005)
-
-
 def settle(*harnesses: Harness) -> None:
     def is_idle() -> bool:
         for harness in harnesses:
             harness.step()
         return not any(harness.engine.has_work or harness.scheduler_side._jobs for harness in harnesses)
 
-    wait_for(is_idle, "requests are left")
+    wait_for(is_idle, "no request is left", DEADLINE_S)
 
 
 def prefill(harness: Harness, tokens: list[int]) -> EngineRequest:
@@ -134,7 +129,7 @@ def prefill(harness: Harness, tokens: list[int]) -> EngineRequest:
         harness.step()
         return asked[-1].answered is not None
 
-    wait_for(has_answer, "no prefill says what it stores")
+    wait_for(has_answer, "a prefill says what it stores", DEADLINE_S)
     return asked[-1]
 
 
@@ -156,6 +151,29 @@ def assert_handed_over(request: EngineRequest) -> None:
     assert request.sources.count("l1") == NUM_HANDED
 
 
+@dataclass
+class Pair:
+    """Two engines, each beside a cache server of its own; the servers are peers. The first has prefilled ``PROMPT`` and
+    answered ``params``; its stores may still run."""
+
+    first: ServerProcess
+    second: ServerProcess
+    prefiller: Harness
+    decoder: Harness
+    params: dict[str, Any]
+
+
+@pytest.fixture
+def pair(new_harness: NewHarness, made: Servers) -> Pair:
+    first, second = made.peers(chunk_size=CHUNK_SIZE)
+    prefiller = new_harness(real_port=first.port, engine="p")
+    decoder = new_harness(real_port=second.port, engine="d")
+    warm(decoder)
+    request = prefill(prefiller, PROMPT)
+    assert request.answered is not None
+    return Pair(first, second, prefiller, decoder, request.answered)
+
+
 @pytest.mark.process
 def test_one_server_for_both_waits_for_the_commit(new_harness: NewHarness, made: Servers) -> None:
     port = made.one("one", chunk_size=CHUNK_SIZE).port
@@ -173,81 +191,55 @@ def test_one_server_for_both_waits_for_the_commit(new_harness: NewHarness, made:
 
 
 @pytest.mark.process
-def test_two_servers_hand_over_as_peers(new_harness: NewHarness, made: Servers) -> None:
-    first, second = made.peers(chunk_size=CHUNK_SIZE)
-    prefiller = new_harness(real_port=first.port, engine="p")
-    decoder = new_harness(real_port=second.port, engine="d")
-    warm(decoder)
-    request = prefill(prefiller, PROMPT)
-    assert request.answered is not None
-    key = read_key(request.answered)
+def test_two_servers_hand_over_as_peers(pair: Pair) -> None:
+    key = read_key(pair.params)
     assert key is not None
     assert key.address
-    assert_handed_over(decode(decoder, PROMPT, request.answered))
-    settle(prefiller)
-    assert not prefiller.faults.records + decoder.faults.records
-    assert second.get("/status")["peers"]["counts"]["pulled"] == NUM_HANDED // CHUNK_SIZE
+    assert_handed_over(decode(pair.decoder, PROMPT, pair.params))
+    settle(pair.prefiller)
+    assert not pair.prefiller.faults.records + pair.decoder.faults.records
+    assert pair.second.get("/status")["peers"]["counts"]["pulled"] == NUM_HANDED // CHUNK_SIZE
 
 
 @pytest.mark.process
-def test_the_death_of_the_prefill_engine_after_its_store_costs_nothing(new_harness: NewHarness, made: Servers) -> None:
-    first, second = made.peers(chunk_size=CHUNK_SIZE)
-    prefiller = new_harness(real_port=first.port, engine="p")
-    decoder = new_harness(real_port=second.port, engine="d")
-    warm(decoder)
-    request = prefill(prefiller, PROMPT)
-    assert request.answered is not None
-    settle(prefiller)
-    for connector in (*prefiller.workers, prefiller.scheduler):
+def test_the_death_of_the_prefill_engine_after_its_store_costs_nothing(pair: Pair) -> None:
+    settle(pair.prefiller)
+    for connector in (*pair.prefiller.workers, pair.prefiller.scheduler):
         connector.shutdown()  # its sockets end, as with a process that is killed
-    assert_handed_over(decode(decoder, PROMPT, request.answered))
+    assert_handed_over(decode(pair.decoder, PROMPT, pair.params))
 
 
 @pytest.mark.process
-def test_the_death_of_its_server_makes_the_decode_engine_compute(new_harness: NewHarness, made: Servers) -> None:
-    first, second = made.peers(chunk_size=CHUNK_SIZE)
-    prefiller = new_harness(real_port=first.port, engine="p")
-    decoder = new_harness(real_port=second.port, engine="d")
-    warm(decoder)
-    request = prefill(prefiller, PROMPT)
-    assert request.answered is not None
-    first.end()
+def test_the_death_of_its_server_makes_the_decode_engine_compute(pair: Pair) -> None:
+    pair.first.end()
     began_s = time.monotonic()
-    decoded = decode(decoder, PROMPT, request.answered)
+    decoded = decode(pair.decoder, PROMPT, pair.params)
     assert decoded.sources.count("computed") == len(PROMPT)
     assert time.monotonic() - began_s < 3.0, "it waited to the deadline although nobody can bring it"
-    assert second.get("/status")["peers"]["counts"]["failed"] >= 1
+    assert pair.second.get("/status")["peers"]["counts"]["failed"] >= 1
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("change", ["incarnation", "address", "last_key", "namespace"])
-def test_a_forged_or_stale_key_makes_the_decode_engine_compute(
-    new_harness: NewHarness, made: Servers, change: str
-) -> None:
-    first, second = made.peers(chunk_size=CHUNK_SIZE)
-    prefiller = new_harness(real_port=first.port, engine="p")
-    decoder = new_harness(real_port=second.port, engine="d")
-    warm(decoder)
-    request = prefill(prefiller, PROMPT)
-    settle(prefiller)
-    assert request.answered is not None
-    values = request.answered[PARAM]
+def test_a_forged_or_stale_key_makes_the_decode_engine_compute(pair: Pair, change: str) -> None:
+    settle(pair.prefiller)
+    values = pair.params[PARAM]
     values[change] = {
         "incarnation": "another",
-        "address": f"127.0.0.1:{first.ports['http_port']}",
+        "address": f"127.0.0.1:{pair.first.ports['http_port']}",
         "last_key": bytes(32).hex(),
         "namespace": bytes(range(32)).hex(),
     }[change]
-    decoded = decode(decoder, PROMPT, request.answered)
+    decoded = decode(pair.decoder, PROMPT, pair.params)
     # It is not followed; the directory of the coordinator may know some of the chunks all the same.
     assert decoded.sources.count("computed") >= len(PROMPT) - NUM_HANDED
-    status = second.get("/status")
+    status = pair.second.get("/status")
     if change in ("last_key", "namespace"):
         assert status["handoffs"] == {"other_meaning": 1}
     else:
         assert status["handoffs"] == {"elsewhere": 1}
         assert status["peers"]["counts"]["failed"] >= 1
-    assert not decoder.faults.records
+    assert not pair.decoder.faults.records
 
 
 @pytest.mark.process
@@ -267,7 +259,7 @@ def test_an_abort_while_it_waits_leaves_nothing(new_harness: NewHarness, made: S
     decoder.engine.abort(waiting.request_id)
     settle(decoder)
     assert decoder.scheduler_side.num_tracked == 0
-    wait_for(lambda: server.num_leases == 0, "a lease is left")
+    wait_for(lambda: server.num_leases == 0, "no lease is left", DEADLINE_S)
 
 
 def key_for(harness: Harness, tokens: list[int], key: HandoffKey) -> HandoffKey:

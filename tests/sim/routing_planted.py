@@ -183,7 +183,7 @@ def tokens_leak_on_abort(patch: pytest.MonkeyPatch) -> None:
 
 
 def late_events_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(machine, "_ENGINE_EVENTS", frozenset())
+    patch.setattr(machine, "ENGINE_EVENTS", frozenset())
 
 
 def handover_is_not_completed(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 
@@ -14,40 +13,32 @@ from antiphon.cache import index, leases
 from antiphon.cache.effects import CommitOutcome, Removal, Verdict
 from antiphon.cache.states import TRANSITIONS, State, assert_listed
 from antiphon.sim.faults import ALL_FAULTS, Fault, SimulationOptions
-from antiphon.sim.run import describe_failure, run_seed, run_seeds
+from antiphon.sim.run import run_seed, run_seeds
+from tests.sim.collected import Run, collect
 
 NUM_SEEDS = 200
 
 pytestmark = pytest.mark.timeout(900)  # 25 s of CPU time, on a machine that others use too
 
 
-@dataclass
-class Run:
-    failures: list[str]
-    num_seeds: int
-    seen: Counter[str]
-    transitions: Counter[tuple[State, State]]
+@pytest.fixture(scope="module")
+def transitions() -> Counter[tuple[State, State]]:
+    """Those of ``run``."""
+    return Counter()
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run(transitions: Counter[tuple[State, State]]) -> Run:
     """The seeds, run once for all tests here."""
-    options = SimulationOptions()
-    found = Run([], 0, Counter(), Counter())
 
     def counting(old: State, new: State) -> None:
         assert_listed(old, new)
-        found.transitions[old, new] += 1
+        transitions[old, new] += 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "assert_listed", counting)
         patch.setattr(leases, "assert_listed", counting)
-        for result in run_seeds(1, NUM_SEEDS, options):
-            found.num_seeds += 1
-            found.seen += result.seen
-            if result.failure is not None:
-                found.failures.append(describe_failure(result, options))
-    return found
+        return collect(NUM_SEEDS, SimulationOptions())
 
 
 def test_all_seeds_pass(run: Run) -> None:
@@ -74,8 +65,9 @@ def test_every_answer_of_the_cache_occurs(run: Run) -> None:
     assert expected - run.seen.keys() == set()
 
 
-def test_every_transition_of_the_cache_occurs(run: Run) -> None:
-    assert TRANSITIONS.keys() - run.transitions.keys() == set()
+def test_every_transition_of_the_cache_occurs(run: Run, transitions: Counter[tuple[State, State]]) -> None:
+    assert run.num_seeds == NUM_SEEDS
+    assert TRANSITIONS.keys() - transitions.keys() == set()
 
 
 def test_every_rule_of_a_client_is_needed(run: Run) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-
 import pytest
 from click.testing import CliRunner
 
 from antiphon.cache.machine import Cache
 from antiphon.cli.main import main
 from antiphon.sim.faults import TIER_FAULTS, SimulationOptions
-from antiphon.sim.run import describe_failure, run_seed, run_seeds
+from antiphon.sim.run import run_seed, run_seeds
+from tests.sim.collected import Run, collect
 from tests.sim.planted_tiers import BUGS, Plant
 
 NUM_SEEDS = 200
@@ -19,24 +17,10 @@ NUM_SEEDS = 200
 pytestmark = pytest.mark.timeout(900)  # 60 s of CPU time, on a machine that others use too
 
 
-@dataclass
-class Run:
-    failures: list[str]
-    num_seeds: int
-    seen: Counter[str]
-
-
 @pytest.fixture(scope="module")
 def run() -> Run:
     """The seeds, run once for all tests here."""
-    options = SimulationOptions.with_tiers(validate_every=10)
-    found = Run([], 0, Counter())
-    for result in run_seeds(1, NUM_SEEDS, options):
-        found.num_seeds += 1
-        found.seen += result.seen
-        if result.failure is not None:
-            found.failures.append(describe_failure(result, options))
-    return found
+    return collect(NUM_SEEDS, SimulationOptions.with_tiers(validate_every=10))
 
 
 def test_all_seeds_pass(run: Run) -> None:

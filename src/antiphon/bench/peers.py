@@ -7,7 +7,6 @@ of it is there, checked and kept. Then the same number of bytes is read over pla
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import json
 import math
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 from antiphon.bench.figures import BenchResult, Rows, Say
 from antiphon.bench.peers_raw import RawReader
-from antiphon.bench.processes import BenchProcess, OwnServer, free_ports
+from antiphon.bench.processes import BenchProcess, OwnServer, free_ports, status_of
 from antiphon.bench.rig import TENANT, Buffer, Prompt, Shape, Target, ask, attached, layout_of, release, store
 from antiphon.client import Session
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS
@@ -114,7 +113,7 @@ class _Pair:
     @property
     def num_placed(self) -> int:
         """Pairs of server and chunk that the directory has."""
-        return int(_get(self.coordinator_port)["placements"])
+        return int(status_of(self.coordinator_port)["placements"])
 
 
 @contextmanager
@@ -130,7 +129,7 @@ def _pair(options: PeersBenchOptions, transport: str, say: Say) -> Iterator[_Pai
         with (folder / "log").open("wb") as log:
             coordinator = BenchProcess([sys.executable, "-m", "antiphon", "coordinator", *words], log)
         stack.callback(coordinator.stop)
-        _wait(lambda: _get(http_port) or None, "the coordinator")
+        _wait(lambda: status_of(http_port) or None, "the coordinator")
         size_gb = math.ceil(options.arena_bytes / 1e6) / 1e3
         say(f"starting two cache servers with {size_gb:g} GB each, over {transport}")
         servers = []
@@ -149,21 +148,8 @@ def _pair(options: PeersBenchOptions, transport: str, say: Say) -> Iterator[_Pai
 
 
 def _is_sharing(server: OwnServer, transport: str) -> bool:
-    peers: dict[str, Any] = _get(server.http_port).get("peers") or {}
+    peers: dict[str, Any] = status_of(server.http_port).get("peers") or {}
     return bool(peers.get("is_listed")) and (transport != "nixl" or peers.get("nixl") == "in use")
-
-
-def _get(port: int) -> dict[str, Any]:
-    """``/status``; empty where nobody answers yet."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/status")
-        status: dict[str, Any] = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError):
-        return {}
-    finally:
-        connection.close()
-    return status
 
 
 def _wait(holds: Any, what: str) -> None:

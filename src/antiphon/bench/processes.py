@@ -50,14 +50,8 @@ class BenchProcess:
         return self._child.poll()
 
     def cpu_s(self) -> float:
-        """Processor time of all its living threads, in seconds, to the nanosecond."""
-        total_ns = 0
-        for path in Path(f"/proc/{self.pid}/task").glob("*/schedstat"):
-            try:
-                total_ns += int(path.read_text().split()[0])
-            except (OSError, IndexError):
-                continue  # the thread has ended since
-        return total_ns / 1e9
+        """See :func:`cpu_s_of`."""
+        return cpu_s_of(self.pid)
 
     def memory_bytes(self) -> tuple[int, int]:
         """Resident memory now, and the most that it was.
@@ -104,9 +98,8 @@ class OwnServer:
     def __enter__(self) -> OwnServer:
         self._folder = tempfile.TemporaryDirectory(prefix="antiphon-bench-")
         self._log_path = Path(self._folder.name) / "server.log"
-        self.port, http_port = free_ports()
-        self.http_port = http_port
-        flags = {"port": self.port, "http-port": http_port, "l1-size-gb": self.l1_size_gb, "instance-id": "bench"}
+        self.port, self.http_port = free_ports()
+        flags = {"port": self.port, "http-port": self.http_port, "l1-size-gb": self.l1_size_gb, "instance-id": "bench"}
         flags |= {"runtime-dir": self._folder.name, "log-level": "warning"} | self.further
         program = [sys.executable, "-m", "antiphon", "cache-server"]
         program += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -114,7 +107,7 @@ class OwnServer:
             with self._log_path.open("wb") as log:
                 self.process = BenchProcess(program, log)
             try:
-                self._wait_populated(http_port)
+                self._wait_populated()
             except StartError:
                 self.process.stop()
                 raise
@@ -123,12 +116,13 @@ class OwnServer:
             raise
         return self
 
-    def _wait_populated(self, http_port: int) -> None:
+    def _wait_populated(self) -> None:
         deadline_s = time.monotonic() + self.start_timeout_s
         while True:
             if self.process.exit_code is not None:
                 raise StartError(f"the cache server ended with code {self.process.exit_code}:\n{self._log_tail()}")
-            memory = _l1_status(self.host, http_port)
+            status = status_of(self.http_port)
+            memory = status["storage_manager"]["l1_manager"] if status else None
             if memory and memory["memory_usable_bytes"] == memory["memory_total_bytes"]:
                 return
             if time.monotonic() > deadline_s:
@@ -148,18 +142,28 @@ class OwnServer:
         self._folder.cleanup()
 
 
-def _l1_status(host: str, http_port: int) -> dict[str, Any] | None:
-    """What the server says of its memory; None while it does not answer."""
-    connection = http.client.HTTPConnection(host, http_port, timeout=5)
+def cpu_s_of(pid: int) -> float:
+    """Processor time of all living threads of a process, in seconds, to the nanosecond."""
+    total_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            total_ns += int(path.read_text().split()[0])
+        except (OSError, IndexError):
+            continue  # the thread has ended since
+    return total_ns / 1e9
+
+
+def status_of(http_port: int) -> dict[str, Any]:
+    """``/status`` of a process on loopback; empty while it does not answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", http_port, timeout=5)
     try:
         connection.request("GET", "/status")
         status: dict[str, Any] = json.loads(connection.getresponse().read())
     except (OSError, http.client.HTTPException, ValueError):
-        return None
+        return {}
     finally:
         connection.close()
-    memory: dict[str, Any] = status["storage_manager"]["l1_manager"]
-    return memory
+    return status
 
 
 def free_ports() -> tuple[int, int]:

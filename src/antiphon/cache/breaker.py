@@ -57,6 +57,10 @@ class Breaker:
         self.num_opened += is_new
         return is_new
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether a probe may begin."""
+        return self.state is BreakerState.OPEN and now_s >= self.retry_at_s
+
     def probing(self) -> None:
         """A probe begins."""
         assert self.state is BreakerState.OPEN, self.state
@@ -67,3 +71,8 @@ class Breaker:
         assert self.state is BreakerState.HALF_OPEN, self.state
         self.state = BreakerState.CLOSED
         self.reason = ""
+
+    def answered(self) -> None:
+        """A call was answered in time: the probe, or one that was under way when another call failed."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.recovered()

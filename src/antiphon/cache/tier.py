@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from antiphon.cache.breaker import Breaker
+from antiphon.cache.breaker import Breaker, BreakerState
 from antiphon.cache.index import Chunk
 from antiphon.cache.tier_jobs import JobKind, TierJob
 from antiphon.cache.tier_key import Selection, TierKey
@@ -200,7 +200,7 @@ class Tier:
         times = [running.deadline_s for running in self.running.values() if not running.is_overdue]
         breaker = self.breaker
         if not breaker.is_closed:
-            if breaker.state.value == "open" and self.has_slot(JobKind.PROBE):
+            if breaker.state is BreakerState.OPEN and self.has_slot(JobKind.PROBE):
                 times.append(breaker.retry_at_s)
         elif not self.waiting.clears and self.clearing is None and self.has_slot(JobKind.PUBLISH):
             if self.full_until_s > now_s:

@@ -219,10 +219,9 @@ class Tiers:
 
     def _pump(self, tier: Tier) -> None:
         breaker, waiting = tier.breaker, tier.waiting
-        if breaker.state is BreakerState.OPEN:
-            if breaker.retry_at_s <= self.books.now_s and tier.has_slot(JobKind.PROBE):
-                breaker.probing()
-                self.start(tier, self.plain_job(tier, JobKind.PROBE), None)
+        if breaker.is_due(self.books.now_s) and tier.has_slot(JobKind.PROBE):
+            breaker.probing()
+            self.start(tier, self.plain_job(tier, JobKind.PROBE), None)
         elif breaker.is_closed:
             if tier.must_list and tier.has_slot(JobKind.LIST):
                 self.start(tier, self.plain_job(tier, JobKind.LIST), None)

@@ -34,7 +34,6 @@ class _Peer:
 
     idle: list[PeerSocket] = field(default_factory=list)
     memory: RemoteMemory | None = None
-    arena_bytes: int = 0
     was_asked: bool = False
     num_nixl_failures: int = 0
 
@@ -139,7 +138,7 @@ class PeerLinks:
             return None  # its agent may be starting still: it is asked again
         memory = RemoteMemory(f"{holder.instance}/{holder.incarnation}", info.metadata, info.base_address)
         with self._lock:
-            peer.memory, peer.arena_bytes, peer.was_asked = memory, info.arena_bytes, True
+            peer.memory, peer.was_asked = memory, True
         return memory
 
     def nixl_ended(self, holder: wire.Holder, *, is_ok: bool) -> None:

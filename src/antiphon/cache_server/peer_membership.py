@@ -10,7 +10,6 @@ by nothing, and for a while no other is asked.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,7 @@ from antiphon.cache.breaker import Breaker
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_serving import PeerSelf
 from antiphon.cache_server.peer_threads import CacheThread
-from antiphon.core.errors import AntiphonError, PeerError, PeerTimeout, PeerUnavailable, ProtocolError
+from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError
 from antiphon.core.namespace import FORMAT_VERSION
 from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import peers as wire
@@ -34,9 +33,9 @@ ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
 ASKING_MAX: Final = 256
+"""Questions under way at once."""
 GATHER_S: Final = 0.01
 """What is stored one after the other is told at once."""
-"""Questions under way at once."""
 
 
 class Membership:
@@ -44,8 +43,7 @@ class Membership:
 
     Args:
         myself: who joins.
-        coordinator_url: whom.
-        advertise_url: where peers reach this server.
+        urls: of the coordinator, and where peers reach this server.
         make_feed: a new feed, on the cache's thread.
         wait_for_changes: waits for the cache to change, at most the seconds that it is given.
         cache: that thread.
@@ -141,7 +139,7 @@ class Membership:
         if session is None:
             return None
         if not breaker.is_closed:
-            if breaker.state.value != "open" or loop.time() < breaker.retry_at_s:
+            if not breaker.is_due(loop.time()):
                 return None
             breaker.probing()
         try:
@@ -151,8 +149,7 @@ class Membership:
             if isinstance(error, asyncio.CancelledError):
                 raise
             return None
-        if not breaker.is_closed:
-            breaker.recovered()
+        breaker.answered()
         if not isinstance(located, wire.Located) or len(located.holders) != len(keys):
             return None
         return located
@@ -216,5 +213,4 @@ class _Session:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(PeerUnavailable("the connection to the coordinator ended"))
-        with contextlib.suppress(PeerError):
-            self._waiting.clear()
+        self._waiting.clear()

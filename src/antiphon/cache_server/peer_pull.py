@@ -103,7 +103,7 @@ class Whereabouts:
 
     def _is_usable(self, holder: Holder, now_s: float) -> bool:
         breaker = self._breakers.get((holder.instance, holder.incarnation))
-        return breaker is None or breaker.is_closed or (breaker.state.value == "open" and now_s >= breaker.retry_at_s)
+        return breaker is None or breaker.is_closed or breaker.is_due(now_s)
 
     def take(self, holder: Holder, now_s: float) -> bool:
         """Whether a call may go to the holder; where its breaker is open, for this one call."""
@@ -134,8 +134,8 @@ class Whereabouts:
     def answered(self, holder: Holder) -> None:
         """A call was answered in time."""
         breaker = self._breakers.get((holder.instance, holder.incarnation))
-        if breaker is not None and breaker.state.value == "half_open":
-            breaker.recovered()
+        if breaker is not None:
+            breaker.answered()
 
     def breakers(self) -> dict[str, dict[str, object]]:
         """What is open, and why, by peer, for people."""

@@ -39,7 +39,7 @@ from antiphon.protocol.cluster_proof import Answerer
 from antiphon.storage.arena import ArenaMapping
 from antiphon.storage.record import PayloadDigest
 from antiphon.transport.nixl_agent import NixlAgent
-from antiphon.transport.peer_tcp import PeerStream
+from antiphon.transport.peer_tcp import PeerListener, PeerStream
 
 log = logging.getLogger("antiphon.peers")
 
@@ -156,40 +156,21 @@ class PeerServing:
         self._cache = cache
         self._arena = arena
         self.digests = Digests(arena)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
         self._next_connection = FIRST_BORROWER
         self._quiet = QuietLog(log, num_lines=20)
         self.agent: NixlAgent | None = None
         """Over which peers may read; None until it has started, or where there is none."""
         self.counts: Counter[str] = Counter()
+        self._listener = PeerListener(self._serve, CONNECTIONS_MAX, self.counts, self._quiet)
 
     @property
     def num_connections(self) -> int:
         """Connections of peers."""
-        return len(self._tasks)
+        return self._listener.num_connections
 
     def listen(self, sock: socket.socket) -> None:
-        """Accepts connections on ``sock``, which listens."""
-        sock.setblocking(False)
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock))
-
-    async def _accept(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(sock)
-            except OSError as error:
-                self._quiet.say(logging.WARNING, "failed accepts", "accepting a peer: %s", error.strerror)
-                await asyncio.sleep(0.2)
-                continue
-            if len(self._tasks) >= CONNECTIONS_MAX:
-                self.counts["refused"] += 1
-                accepted.close()
-                continue
-            task = loop.create_task(self._serve(PeerStream(accepted)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        """Accepts connections on ``sock``, which listens; it is closed by ``close``."""
+        self._listener.listen(sock)
 
     async def _serve(self, stream: PeerStream) -> None:
         borrower: _Borrower | None = None
@@ -226,12 +207,7 @@ class PeerServing:
 
     async def close(self) -> None:
         """Ends every connection."""
-        tasks = [task for task in (self._accepting, *self._tasks) if task is not None]
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await self._listener.close()
         await asyncio.get_running_loop().run_in_executor(None, self.digests.close)
 
 

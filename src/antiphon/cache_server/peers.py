@@ -30,7 +30,6 @@ from antiphon.cache_server.peer_membership import Membership
 from antiphon.cache_server.peer_serving import PeerSelf, PeerServing
 from antiphon.cache_server.peer_store import TIER_NAME, PeerStore
 from antiphon.cache_server.peer_threads import CacheThread
-from antiphon.cache_server.sockets import listen_tcp
 from antiphon.cache_server.waiting import Waiters
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.cluster import address_of, cluster_secret, host_port_of
@@ -39,6 +38,7 @@ from antiphon.core.errors import ConfigError, PeerUnavailable
 from antiphon.protocol.cache_handoff import HandoffKey
 from antiphon.protocol.peers import Holder, Located
 from antiphon.storage.arena import ArenaMapping
+from antiphon.transport.listening import listen_tcp
 from antiphon.transport.nixl_agent import NixlAgent
 
 log = logging.getLogger("antiphon.peers")

@@ -32,7 +32,7 @@ from antiphon.cache_server.population import Population
 from antiphon.cache_server.preflight import check_memory
 from antiphon.cache_server.probe import PROBE_NAME
 from antiphon.cache_server.reports import Reports
-from antiphon.cache_server.sockets import RuntimeFolder, listen_tcp
+from antiphon.cache_server.sockets import RuntimeFolder
 from antiphon.cache_server.tier_runner import TierRunner
 from antiphon.cache_server.tier_setup import open_stores, tiers_options
 from antiphon.cache_server.views import EngineView, LeaseView, ReportPage, TokenTotals
@@ -40,10 +40,11 @@ from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.core.errors import CapacityExceeded, ConfigError
 from antiphon.core.ids import new_incarnation
 from antiphon.core.quiet_log import QuietLog
-from antiphon.protocol.cache import GATE_TENANT, PROTOCOL_VERSION, Welcome
+from antiphon.protocol.cache import PROTOCOL_VERSION, Welcome
 from antiphon.storage.arena import HEADER_BYTES, ArenaOwner
 from antiphon.storage.tier import TierStore
 from antiphon.transport.frames_server import FrameLimits, FrameServer
+from antiphon.transport.listening import listen_tcp
 
 log = logging.getLogger("antiphon.cache_server")
 
@@ -127,11 +128,11 @@ class CacheServer:
         self._driver = CacheDriver(cache, self.tallies, self._quiet)
         self._exit.callback(self._driver.close)
         if has_peers:
-            self._share(cache)
+            self._share(cache, plan.private_tenants)
         limits_of = [(tier.num_threads, tier.known_max) for tier in plan.tiers]
         self._runner = TierRunner(self._stores, limits_of, self._arena.mapping, self._tier_done)
         self._driver.on_job = self._runner.run
-        self._exit.callback(self._close_tiers)
+        self._exit.callback(self._runner.close)
         self._calls = Calls(
             self._driver, self._reports, self._welcome(), self._arena.fd, tallies=self.tallies, quiet=self._quiet
         )
@@ -157,11 +158,11 @@ class CacheServer:
             peer_address="" if self._peers is None else self._peers.url,
         )
 
-    def _share(self, cache: Cache) -> None:
+    def _share(self, cache: Cache, private_tenants: frozenset[str]) -> None:
         """With other cache servers: their chunks are the last tier."""
-        driver, tenants = self._driver, frozenset({PROBE_NAME, GATE_TENANT})
+        driver = self._driver
         parts = PeersParts(
-            *(self.instance, self.incarnation, cache, driver.step, driver.waiters, self._arena.mapping, tenants)
+            *(self.instance, self.incarnation, cache, driver.step, driver.waiters, self._arena.mapping, private_tenants)
         )
         self._peers = Peers.start(self.spec, parts)
         self._stores.append(self._peers.store)
@@ -174,10 +175,6 @@ class CacheServer:
     def _tier_done(self, event: TierDone) -> None:
         reply = self._driver.step(event)
         assert isinstance(reply, TierNoted), reply
-
-    def _close_tiers(self) -> None:
-        assert self._runner is not None
-        self._runner.close()
 
     def _close_arena(self) -> None:
         """A call to a tier or a peer that does not end keeps the mapping; both end with the process."""

@@ -17,7 +17,7 @@ from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice
 from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine, Machine
 from antiphon.config.spec import POOLS, Pool, Spec
-from antiphon.config.tier_spec import parse_tier
+from antiphon.config.tier_spec import TierSpec
 from antiphon.config.units import format_bytes
 from antiphon.core.tenants import tenant_named
 
@@ -102,13 +102,13 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
 def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
     """The pools whose engines get a cache server.
 
-    Simulated engines do not speak to one, and in this version engines on CUDA cannot use one: theirs starts only where
-    it is written, as ``cache.enabled`` or, on CUDA, as a connector of the pool. A pool whose own ``kv_transfer_config``
+    Those of simulated engines and of engines on CUDA start only where it is written: as ``cache.enabled``, as a
+    hand-over through the cache or, on CUDA, as a connector of the pool. A pool whose own ``kv_transfer_config``
     names no cache connector needs none.
     """
     if not spec.cache.enabled:
         return ()
-    is_written = "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
+    is_written = _is_written(spec)
     unused = _pools_on_cuda_by_default(spec, engines)
     return tuple(
         pool
@@ -117,9 +117,14 @@ def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
     )
 
 
+def _is_written(spec: Spec) -> bool:
+    """Whether somebody has written that engines shall have a cache, also those that have none by default."""
+    return "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
+
+
 def _pools_on_cuda_by_default(spec: Spec, engines: list[Engine]) -> list[Pool]:
     """The pools on CUDA for which nobody has written that they shall have a cache."""
-    if "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache":
+    if _is_written(spec):
         return []
     on_cuda = {engine.pool for engine in engines if engine.device == "cuda" and engine.spec.kind == "vllm"}
     return [pool for pool in POOLS if pool in on_cuda and spec.pool(pool).kv_transfer_config is None]
@@ -134,14 +139,13 @@ def cache_notices(spec: Spec, engines: list[Engine], servers: list[CacheServer])
     """What was filled in for the cache, and which engines have none although it is enabled."""
     notices = []
     if spec.cache.enabled:
-        is_written = "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
-        if not is_written and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
+        if not _is_written(spec) and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
             text = "simulated engines use no cache server and none is started for them; write true to start them"
             notices.append(Notice("cache.enabled", text))
         if on_cuda := _pools_on_cuda_by_default(spec, engines):
             text = (
-                f"the {' and '.join(on_cuda)} engines run on CUDA, where this version keeps no KV of earlier requests: "
-                "no cache server is started for them; write true to start one"
+                f"the {' and '.join(on_cuda)} engines run on CUDA, where KV of earlier requests is kept only if asked "
+                "for: no cache server is started for them; write true to start one"
             )
             notices.append(Notice("cache.enabled", text))
         for pool in POOLS:
@@ -169,7 +173,7 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
         *(("--quota", f"{tenant_named(tenant)}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
     ]
     if cache.l2:
-        optional += [("--l2", _own_tier(text, server.instance)) for text in cache.l2]
+        optional += [("--l2", _own_tier(tier, server.instance)) for tier in cache.tiers]
         optional.append(("--onboard-max-s", repr(cache.onboard_max_s)))
     for flag, value in optional:
         if value is not None:
@@ -187,9 +191,8 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
     )
 
 
-def _own_tier(text: str, instance: str) -> str:
+def _own_tier(tier: TierSpec, instance: str) -> str:
     """The tier as one server uses it: a folder belongs to one server."""
-    tier = parse_tier(text)
     if tier.kind == "disk":
         tier = tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{instance}"})
     return tier.text()

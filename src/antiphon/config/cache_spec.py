@@ -20,6 +20,7 @@ from antiphon.config.cache_server_spec import (
 )
 from antiphon.config.cluster import Address
 from antiphon.config.model import SpecModel
+from antiphon.config.tier_spec import TierSpec, parse_tier
 from antiphon.config.units import Bytes
 from antiphon.core.tenants import tenant_named
 
@@ -47,8 +48,8 @@ class CacheSpec(SpecModel):
     enabled: bool = Field(
         default=True,
         description="Keep KV of earlier requests in a cache server beside the engines, so that a repeated prefix is "
-        "loaded instead of computed. Simulated engines use none, and engines on CUDA cannot use one in this version: "
-        "beside them the servers start only where true is written.",
+        "loaded instead of computed. Beside simulated engines and engines on CUDA the servers start only where true is "
+        "written, or where another knob needs them.",
     )
     shared: bool = Field(
         default=False,
@@ -143,3 +144,8 @@ class CacheSpec(SpecModel):
         "every host; needed where they are on several hosts (default: cluster.secret in runtime_dir, made if absent).",
     )
     runtime_dir: str | None = Field(default=None, min_length=1, description=_as_flag("runtime_dir"))
+
+    @property
+    def tiers(self) -> list[TierSpec]:
+        """Those of ``l2``, the fastest first."""
+        return [parse_tier(text) for text in self.l2]

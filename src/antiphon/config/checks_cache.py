@@ -12,7 +12,6 @@ from antiphon.config.peers_plan import are_peers, is_cluster_open
 from antiphon.config.problems import Notice, Problem
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import POOLS
-from antiphon.config.tier_spec import parse_tier
 from antiphon.config.units import format_bytes
 from antiphon.core.ids import new_incarnation
 
@@ -148,7 +147,7 @@ def check_cache_handoff(compiled: Compiled) -> Iterator[Finding]:
         if str(extra.get(key, True)).lower() == "false":
             path = f"{pool}.kv_transfer_config.kv_connector_extra_config.{key}"
             yield Problem(path, "false, but KV is handed over through the cache", "leave it out")
-    has_shared_tier = any(parse_tier(text).is_shared and parse_tier(text).store != "none" for text in spec.cache.l2)
+    has_shared_tier = any(tier.is_shared and tier.store != "none" for tier in spec.cache.tiers)
     if len(servers) > 1 and not are_peers(spec, servers) and not has_shared_tier:
         message = "cache, but nothing brings KV from one cache server to another"
         fix = "write cache.peers: true, name a tier in cache.l2 that all reach, or, on one host, cache.shared: true"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from antiphon.config.cache_servers import CacheServer
-from antiphon.config.cluster import address_of, host_port_of
+from antiphon.config.cluster import host_port_of
 from antiphon.config.hosts import http_url, is_loopback
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice
@@ -31,17 +31,18 @@ def with_peers(plan: ProcessPlan, server: CacheServer, spec: Spec, servers: list
     if not are_peers(spec, servers):
         return plan
     host = _reached_at(server)
+    bind = _listens_on(host)
     argv = ["--coordinator-url", cache.coordinator_url or _coordinator_url(spec, servers)]
-    argv += ["--p2p-advertise-url", f"http://{address_of(host, server.peer_port)}"]
-    if _listens_on(host) != host:
-        argv += ["--p2p-host", _listens_on(host)]
+    argv += ["--p2p-advertise-url", http_url(host, server.peer_port)]
+    if bind != host:
+        argv += ["--p2p-host", bind]
     if cache.peer_transport != "auto":
         argv += ["--p2p-transport", cache.peer_transport]
     return replace(
         plan,
         argv=(*plan.argv, *argv, *_secret_flags(spec)),
         ports={**plan.ports, "peers": server.peer_port},
-        addresses={**plan.addresses, "peers": _listens_on(host)},
+        addresses={**plan.addresses, "peers": bind},
     )
 
 
@@ -99,7 +100,7 @@ def _listens_on(host: str) -> str:
 
 
 def _coordinator_url(spec: Spec, servers: list[CacheServer]) -> str:
-    return f"http://{address_of(_reached_at(servers[0]), spec.cache.coordinator_port)}"
+    return http_url(_reached_at(servers[0]), spec.cache.coordinator_port)
 
 
 def _secret_flags(spec: Spec) -> tuple[str, ...]:

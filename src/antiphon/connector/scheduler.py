@@ -417,11 +417,12 @@ class SchedulerSide:
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is None:
             return
-        answer = self._answer(tracked, lookup)
-        if answer is None:
+        if not lookup.pending.is_done:  # nobody waits for what is not wanted
             lookup.pending.abandon()
-        else:
-            self._release(answer, tracked.request.request_id)
+            return
+        answer = self._answer(tracked, lookup)
+        assert answer is not None, "a call that is done has an answer, or is a miss"
+        self._release(answer, tracked.request.request_id)
 
     def _miss(self) -> Promise:
         return Promise(None, None, (), 0, self._now_s())

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 
 from antiphon.config.cluster import cluster_secret
@@ -15,10 +14,9 @@ from antiphon.coordinator.admin import CoordinatorAdmin
 from antiphon.coordinator.directory import DirectoryOptions
 from antiphon.coordinator.server import Coordinator
 from antiphon.core.errors import StartError
+from antiphon.transport.listening import listen_tcp
 
 log = logging.getLogger("antiphon.coordinator")
-
-_BACKLOG = 1024
 
 
 async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], None]) -> None:
@@ -42,7 +40,7 @@ async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], No
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
     )
     coordinator = Coordinator(secret, options)
-    coordinator.listen(_listen(spec.host, spec.port))
+    coordinator.listen(listen_tcp(spec.host, spec.port))
     try:
         admin = CoordinatorAdmin(coordinator, spec.http_host)
         try:
@@ -56,18 +54,6 @@ async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], No
             await admin.close()
     finally:
         await coordinator.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise _taken(host, port, "--port", error) from error
-    return sock
 
 
 def _taken(host: str, port: int, flag: str, error: OSError) -> StartError:

@@ -27,7 +27,7 @@ from antiphon.core.namespace import FORMAT_VERSION
 from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Answerer
-from antiphon.transport.peer_tcp import PeerStream
+from antiphon.transport.peer_tcp import PeerListener, PeerStream
 
 log = logging.getLogger("antiphon.coordinator")
 
@@ -50,49 +50,29 @@ class Coordinator:
         self._secret = secret
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
         self._expiring: asyncio.Task[None] | None = None
         self._quiet = QuietLog(log, num_lines=20)
         self.directory = Directory(options)
         self.incarnation = new_incarnation()
         self.counts: Counter[str] = Counter()
+        self._listener = PeerListener(self._serve, CONNECTIONS_MAX, self.counts, self._quiet)
         self.port = 0
 
     def listen(self, sock: socket.socket) -> None:
         """Accepts connections on ``sock``, which listens; it is the coordinator's from here on."""
-        sock.setblocking(False)
         self.port = sock.getsockname()[1]
-        self._accepting = self._loop.create_task(self._accept(sock))
+        self._listener.listen(sock)
         self._expiring = self._loop.create_task(self._expire())
 
     @property
     def is_alive(self) -> bool:
         """Whether connections are accepted and silent members expire."""
-        tasks = (self._accepting, self._expiring)
-        return all(task is not None and not task.done() for task in tasks)
+        return self._listener.is_alive and self._expiring is not None and not self._expiring.done()
 
     @property
     def num_connections(self) -> int:
         """Connections, whether or not they have shown the secret."""
-        return len(self._tasks)
-
-    async def _accept(self, sock: socket.socket) -> None:
-        with sock:
-            while True:
-                try:
-                    accepted, _ = await self._loop.sock_accept(sock)
-                except OSError as error:
-                    self._quiet.say(logging.WARNING, "failed accepts", "accepting a connection: %s", error.strerror)
-                    await asyncio.sleep(0.2)
-                    continue
-                if len(self._tasks) >= CONNECTIONS_MAX:
-                    self.counts["refused"] += 1
-                    accepted.close()
-                    continue
-                task = self._loop.create_task(self._serve(PeerStream(accepted)))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        return self._listener.num_connections
 
     async def _expire(self) -> None:
         while True:
@@ -184,9 +164,8 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stops listening and ends every connection."""
-        tasks = [task for task in (self._accepting, self._expiring, *self._tasks) if task is not None]
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
+        await self._listener.close()
+        if self._expiring is not None:
+            self._expiring.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await task
+                await self._expiring

@@ -12,15 +12,13 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from antiphon.core.errors import StartError
 from antiphon.supervisor import watchdog
-from antiphon.supervisor.guard import START_TIMEOUT_S, Guard
+from antiphon.supervisor.guard import START_TIMEOUT_S, Guard, add_line
 from antiphon.supervisor.logs import open_log
-from antiphon.supervisor.procfs import Session
 from antiphon.supervisor.watchdog import KILL_DEADLINE_S
 
 
@@ -30,8 +28,6 @@ class DetachedGuard(Guard):
 
     def __init__(self, deployment: str, log_path: Path, on_notice: Callable[[str], None]) -> None:
         super().__init__(deployment, log_path, on_notice)
-        self._name, self._log, self._notice = deployment, log_path, on_notice
-        self._listed: dict[int, Session] = {}
         self._write_fd: int | None = None
         self._read_fd: int | None = None
 
@@ -48,23 +44,13 @@ class DetachedGuard(Guard):
         """Close the pipe: the watchdog ends what is still listed, then itself. Waits for it."""
         await asyncio.to_thread(self._stop)
 
-    def add(self, session: Session) -> None:
-        """List a session. Returns when the kernel has the message."""
-        self._listed[session.sid] = session
-        self._send(_line(session))
-
-    def drop(self, session: Session) -> None:
-        """Take a session off the list: no member is left."""
-        if self._listed.pop(session.sid, None) is not None:
-            self._send(f"drop {session.sid}\n")
-
-    def _send(self, text: str) -> None:
+    def _tell(self, line: str) -> None:
         if self._write_fd is None:
             return
         try:
-            os.write(self._write_fd, text.encode())
+            os.write(self._write_fd, line.encode())
         except BrokenPipeError:
-            self._notice("the watchdog has ended; starting another")
+            self._on_notice("the watchdog has ended; starting another")
             self._close()
             self._start()  # it is told everything
 
@@ -72,13 +58,13 @@ class DetachedGuard(Guard):
         stdin, self._write_fd = os.pipe()
         self._read_fd, stdout = os.pipe()
         try:
-            log_fd = open_log(self._log)
+            log_fd = open_log(self._log_path)
             command = [
                 sys.executable,
                 "-P",
                 __file__,  # as a program by itself: the package around it would be loaded for as long as it waits
                 "--deployment",
-                self._name,
+                self._deployment,
                 "--supervisor",
                 str(os.getpid()),
             ]
@@ -97,15 +83,15 @@ class DetachedGuard(Guard):
                 os.close(log_fd)
         except (OSError, subprocess.SubprocessError) as error:
             self._close()
-            raise StartError(f"the watchdog could not be started: {error}", remedy=f"read {self._log}") from error
+            raise StartError(f"the watchdog could not be started: {error}", remedy=f"read {self._log_path}") from error
         finally:
             os.close(stdin)
             os.close(stdout)
         if self._hear(START_TIMEOUT_S) != watchdog.READY_LINE:
             self._close()
-            raise StartError("the watchdog did not start", remedy=f"read {self._log}")
-        for session in self._listed.values():
-            os.write(self._write_fd, _line(session).encode())
+            raise StartError("the watchdog did not start", remedy=f"read {self._log_path}")
+        for session in self._sessions.values():
+            os.write(self._write_fd, add_line(session).encode())
 
     def _stop(self) -> None:
         if self._write_fd is None:
@@ -118,8 +104,7 @@ class DetachedGuard(Guard):
     def _hear(self, timeout_s: float) -> bytes | None:
         """What the watchdog writes, empty at its end; None where it does neither in time."""
         assert self._read_fd is not None
-        deadline_s = time.monotonic() + timeout_s
-        readable, _, _ = select.select([self._read_fd], [], [], max(0.0, deadline_s - time.monotonic()))
+        readable, _, _ = select.select([self._read_fd], [], [], timeout_s)
         return os.read(self._read_fd, 64) if readable else None
 
     def _close(self) -> None:
@@ -127,10 +112,6 @@ class DetachedGuard(Guard):
             if fd is not None:
                 os.close(fd)
         self._write_fd = self._read_fd = None
-
-
-def _line(session: Session) -> str:
-    return f"add {session.sid} {session.start_ticks} {session.marker}\n"
 
 
 def main() -> int:

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from antiphon.config.hosts import host_and_port
 from antiphon.config.spec import Pool
 from antiphon.core.errors import ProtocolError, RequestRefused, UpstreamError, UpstreamGarbage, UpstreamTimeout
 from antiphon.protocol import json
@@ -60,10 +60,8 @@ class RouterClient:
     """
 
     def __init__(self, url: str, key: str | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None and parts.port is not None, url
         self.url = url
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = host_and_port(url)
         self._timeout_s = timeout_s
         self._fields = [(b"accept", JSON)]
         if key is not None:
@@ -101,7 +99,9 @@ class RouterClient:
     async def drain(self, role: Pool, url: str) -> Row | None:
         """Send it no new requests; those in flight go on. None where the router does not know it. It may be the last of
         its pool: that it leaves is decided already."""
-        return await self._leaving("POST", "/endpoints/drain", {"role": role, "url": url, "allow_empty": True})
+        body = {"role": role, "url": url, "allow_empty": True}
+        answer = await self._ask_known("POST", "/endpoints/drain", body)
+        return None if answer is None else _endpoint(answer)
 
     async def wait_idle(self, role: Pool, url: str, wait_s: float) -> int:
         """Its requests in flight: 0 as soon as it has none, else what there are after ``wait_s``."""
@@ -153,10 +153,6 @@ class RouterClient:
                 if loop.time() >= deadline_s:
                     return row
             await asyncio.sleep(min(POLL_INTERVAL_S, max(0.0, deadline_s - loop.time())))
-
-    async def _leaving(self, method: str, path: str, body: dict[str, object]) -> Row | None:
-        answer = await self._ask_known(method, path, body)
-        return None if answer is None else _endpoint(answer)
 
     async def _ask_known(self, method: str, path: str, body: dict[str, object]) -> dict[str, Any] | None:
         """The answer; None where the router does not know the endpoint."""

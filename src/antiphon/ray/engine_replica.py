@@ -91,7 +91,7 @@ class EngineReplica:
         place = self._place(replica, address, where["address"])
         made = engine_plan(self._settings, pool, place, this_machine())
         folder = inside.log_dir() / spec_name(self._app)
-        if made.server is not None and made.server_plan is not None:
+        if made.server_plan is not None:
             self._cache = CacheLease(self._app, self._name, made.server_plan, folder, self._settings.built_s)
             await self._cache.take()
         options = HolderOptions(

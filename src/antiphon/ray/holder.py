@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from antiphon.config.hosts import is_port_taken
 from antiphon.config.plan import ProcessPlan
 from antiphon.core.errors import StartError
 from antiphon.ray.detached import DetachedGuard
-from antiphon.supervisor.child import Child, Surroundings
+from antiphon.supervisor.child import Child, Surroundings, taken_port
 from antiphon.supervisor.events import EventKind
 
 PORTS_FREE_TIMEOUT_S = 15.0
@@ -136,15 +135,15 @@ class Holder:
 
     async def _wait_ports_free(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._ports_free_timeout_s
-        for use, port in self.plan.ports.items():
-            while await asyncio.to_thread(is_port_taken, self.plan.listens_on(use), port):
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise StartError(
-                        f"{self.plan.name}: port {port} ({use}) is in use by another process on this node",
-                        field=f"antiphon.{self.plan.port_field(use)}",
-                        remedy="stop what listens there (another application, perhaps), or write another port",
-                    )
-                await asyncio.sleep(POLL_S)
+        while (taken := await asyncio.to_thread(taken_port, self.plan)) is not None:
+            if asyncio.get_running_loop().time() >= deadline:
+                use, port = taken
+                raise StartError(
+                    f"{self.plan.name}: port {port} ({use}) is in use by another process on this node",
+                    field=f"antiphon.{self.plan.port_field(use)}",
+                    remedy="stop what listens there (another application, perhaps), or write another port",
+                )
+            await asyncio.sleep(POLL_S)
 
     def _on_event(self, child: Child, kind: EventKind, text: str) -> None:
         if kind == "starting" and child.record.pid is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from antiphon.ray.plans import spec_name
 from antiphon.supervisor.listening import listening_sockets, socket_inodes
-from antiphon.supervisor.procfs import MARKER_VARIABLE, read_stat
+from antiphon.supervisor.procfs import marker_of, read_stat
 
 _REPLICA = re.compile(r"^ray::ServeReplica:(?P<app>[^:]*):(?P<deployment>[^:.]*)")
 _OF_RAY = re.compile(r"^ray::|/ray/core/src/ray/|ray/dashboard|ray/_private|^python\S* -u \S*/ray/")
@@ -58,14 +58,9 @@ def app_listeners(app: str) -> list[Listener]:
 
 def _holders(app: str) -> frozenset[int]:
     """The processes that have started one of the application's."""
-    marker = f"{MARKER_VARIABLE}={spec_name(app)}/".encode()
-    found = set()
-    for pid in _pids():
-        with suppress(OSError):
-            if any(each.startswith(marker) for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
-                stat = read_stat(pid)
-                found |= {stat.ppid} if stat is not None else set()
-    return frozenset(found)
+    prefix = f"{spec_name(app)}/"
+    stats = [read_stat(pid) for pid in _pids() if (marker_of(pid) or "").startswith(prefix)]
+    return frozenset(stat.ppid for stat in stats if stat is not None)
 
 
 def _owner(pid: int, app: str, holders: frozenset[int]) -> tuple[str, str] | None:
@@ -77,10 +72,9 @@ def _owner(pid: int, app: str, holders: frozenset[int]) -> tuple[str, str] | Non
             return ("replica", match["deployment"]) if match["app"] == app else None
         if words.startswith(_CACHE_ACTOR):
             return ("replica", "cache") if pid in holders else None
-        marker = f"{MARKER_VARIABLE}={spec_name(app)}/".encode()
-        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(marker):
-                return "process", variable[len(marker) :].decode(errors="replace").partition("/")[0]
+        deployment, _, process = (marker_of(pid) or "").partition("/")
+        if process and deployment == spec_name(app):
+            return "process", process.partition("/")[0]
         if _OF_RAY.search(words):
             return "ray", _short(words)
     return None

@@ -33,7 +33,7 @@ MOONCAKE_OPTIONS = {
 }
 """Options of a Mooncake store, by the option of the tier that they are."""
 MASTER = "extra_config.master_server_address"
-DISK = "a disk behind the cache servers"
+DISK = "a disk behind the cache servers, which is written as cache.l2 under antiphon"
 HANDOFF_ROLE = {"sender": "prefill", "receiver": "decode"}
 
 
@@ -50,7 +50,7 @@ class Key:
     harmless: tuple[Any, ...] = (None,)
     """Refused: values that ask for nothing. Other keys: values that are passed over in silence."""
     part: str = ""
-    """Refused: the part that is not built."""
+    """Refused: the part that it asks for, which no file of LMCache's turns on."""
 
 
 def _ignored(kind: Kind, text: str) -> Key:
@@ -238,9 +238,9 @@ def _put_store(found: LmcacheFile, store: dict[str, Any], where: str) -> None:
 
 
 def not_built(found: LmcacheFile, where: str) -> list[Problem]:
-    """A problem at ``where`` for each part that ``found`` asks for and that is not built."""
+    """A problem at ``where`` for each part that ``found`` asks for and that is not mapped."""
     return [
-        Problem(where, f"{', '.join(names)}: {part}, not built yet", "remove the keys that ask for it")
+        Problem(where, f"{', '.join(names)}: {part}; not mapped", "remove the keys that ask for it")
         for part, names in found.missing.items()
     ]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from antiphon.config.cache_servers import CacheServer, server_of
+from antiphon.config.cache_servers import server_of
 from antiphon.config.compile import Compiled, compile_all
 from antiphon.config.hosts import WILDCARDS, host_and_port, http_url, is_loopback
 from antiphon.config.plan import ProcessPlan
@@ -72,7 +72,6 @@ class EnginePlan:
     plan: ProcessPlan
     shape: dict[str, Any]
     """What must be equal for a hand-over, and what identifies the model."""
-    server: CacheServer | None
     server_plan: ProcessPlan | None
     """The cache server of its node; None: it uses none."""
 
@@ -111,7 +110,6 @@ def engine_plan(settings: AppSettings, pool: Pool, place: EnginePlace, machine: 
     return EnginePlan(
         plan=_named(plan, f"{pool}-{place.replica}"),
         shape=_shape(compiled, engine),
-        server=server,
         server_plan=None if server is None else next(each for each in compiled.plans if each.name == server.name),
     )
 

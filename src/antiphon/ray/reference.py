@@ -33,8 +33,8 @@ antiphon config render --ray                   # the Serve file that an Antiphon
 - `kv_transfer_config` goes by the rules of the spec: `NixlConnector`, alone or in a `MultiConnector`, works; engine ids
   are replaced, since an id is new at each start; `kv_both` becomes the role of the pool. Without `kv_transfer_config`
   the engines hand over with NIXL, and on CPU keep KV in cache servers as well.
-- `LMCacheConnectorV1` by itself hands KV over through the cache. It is read, with the file of `LMCACHE_CONFIG_FILE`,
-  and refused with the name of the part that is not built yet.
+- `LMCacheConnectorV1` by itself hands KV over through the cache servers: it becomes `handoff.kind: cache`, with a
+  notice. What the file of `LMCACHE_CONFIG_FILE` asks for and is not mapped is refused with the name of that part.
 - The numbers of replicas, what a pool is scaled by and what an engine reserves of its node are Ray's; of them a spec
   holds the initial number. With only `min_replicas` and `max_replicas` written, targets are filled in, with a notice.
 - The files that `LMCACHE_CONFIG_FILE` names are read where the application is built, relative to its working directory;
@@ -117,7 +117,7 @@ def _keys_table(keys: Mapping[str, Key]) -> str:
             text = f"{key.to if key.to == 'the pool' else f'`{key.to}`'}; {key.text}"
         elif key.fate == "refused":
             harmless = ", ".join(f"`{_said(value)}`" for value in key.harmless if value is not None)
-            text = f"{key.part}, not built yet: {key.text}" + (f" ({harmless} is fine)" if harmless else "")
+            text = f"{key.part}; not mapped: {key.text}" + (f" ({harmless} is fine)" if harmless else "")
         else:
             text = key.text
         rows.append((f"`{name}`", key.fate, text))

@@ -73,7 +73,7 @@ class Admin:
             reason = "the router is stopping"
         elif not pools["decode"]["usable"]:
             reason = "no decode engine is available"
-        elif (self._fleet.prefill.is_open or self._spec.allow_empty) and not pools["prefill"]["usable"]:
+        elif self._fleet.has_prefill_pool and not pools["prefill"]["usable"]:
             reason = "no prefill engine is available"
         answer: dict[str, object] = {"status": "ready" if reason is None else "not_ready", **pools}
         if reason is not None:

@@ -260,6 +260,7 @@ def fleet_options(spec: RouterSpec) -> FleetOptions:
     return FleetOptions(
         prefill_policy=prefill_policy,
         decode_policy=decode_policy,
+        is_prefill_awaited=spec.allow_empty,
         failed_probes_max=spec.health_failures_max,
         failures_max=spec.request_failures_max,
         open_min_s=spec.probe_wait_min_s,

@@ -60,7 +60,6 @@ class Inference:
     ) -> None:
         # Read once: the fields of a spec are slow to read.
         self._is_split = spec.vllm_pd_disaggregation
-        self._awaits_prefill = spec.allow_empty
         self._fleet = fleet
         self._options = life_options(spec)
         self._needs_key = "consistent_hash" in (fleet.options.prefill_policy, fleet.options.decode_policy)
@@ -169,8 +168,7 @@ class Inference:
         alone = route.judge(body) if route.judge is not None else None
         if alone is not None:
             return served_alone(alone)
-        has_prefill_pool = self._fleet.prefill.is_open or self._awaits_prefill
-        return choose_path(body.values, is_enabled=self._is_split, has_prefill_pool=has_prefill_pool)
+        return choose_path(body.values, is_enabled=self._is_split, has_prefill_pool=self._fleet.has_prefill_pool)
 
     def _look_at_deadlines(self) -> None:
         flights = self._desk.flights

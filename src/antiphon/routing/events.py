@@ -7,7 +7,7 @@ Constructors are written out: those that ``dataclass`` makes stay Python where t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ EngineEvent = (
 )
 Event = Received | ClientLeft | Deadline | EngineEvent
 
-ENGINE_EVENTS = frozenset(
+ENGINE_EVENTS: Final = frozenset(
     {
         Connected,
         ConnectRefused,

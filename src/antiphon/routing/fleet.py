@@ -50,6 +50,11 @@ class Fleet:
             for url in urls:
                 pool.add(url)
 
+    @property
+    def has_prefill_pool(self) -> bool:
+        """Whether prefill engines take requests, or are awaited."""
+        return self.prefill.is_open or self.options.is_prefill_awaited
+
     def pool(self, role: Role) -> Pool:
         """The pool of a role."""
         return self.prefill if role == "prefill" else self.decode

@@ -87,9 +87,6 @@ TABLE: Final[dict[Stage, dict[type[Event], Handler]]] = {
 }
 
 
-_ENGINE_EVENTS: Final = ENGINE_EVENTS  # a name of this module is looked up once, when it is compiled
-
-
 def step(life: Life, event: Event, now_s: float, chance: float) -> list[Command]:
     """What is to be done about ``event``, in order.
 
@@ -99,7 +96,7 @@ def step(life: Life, event: Event, now_s: float, chance: float) -> list[Command]
     """
     kind = type(event)
     handler = TABLE[life.stage].get(kind)
-    if handler is None or (kind in _ENGINE_EVENTS and event.attempt != life.attempt):  # type: ignore[union-attr]
+    if handler is None or (kind in ENGINE_EVENTS and event.attempt != life.attempt):  # type: ignore[union-attr]
         _count_late(life, event)
         return []
     if kind is Deadline and now_s < life.deadline_s:

@@ -21,6 +21,7 @@ class FleetOptions:
             mean load.
         prefix_entries_max: prefixes that are remembered of all engines together; about 300 bytes each.
         prefix_bytes_max: bytes of prompts that are remembered of one engine: as much as its KV holds.
+        is_prefill_awaited: prefill engines may come later: while there are none, requests are not without that pool.
         prefers_warm_pairs: a decode engine that has pulled from the prefill engine before goes first.
         failed_probes_max: health checks that fail in a row before an engine is down; a busy one is slow, not dead.
         good_probes_min: health checks that succeed in a row before a suspect is ready, where no request was the cause.
@@ -39,6 +40,7 @@ class FleetOptions:
     load_factor: float = 1.25
     prefix_entries_max: int = ENTRIES_MAX
     prefix_bytes_max: int = ENGINE_MAX_BYTES
+    is_prefill_awaited: bool = False
     prefers_warm_pairs: bool = False
     failed_probes_max: int = 3
     good_probes_min: int = 2

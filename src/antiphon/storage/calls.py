@@ -27,7 +27,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from antiphon.core.errors import TierTimeout, TierUnavailable
-from antiphon.storage.record import RecordWriter
+from antiphon.storage.record import RecordReader, RecordWriter
 
 __all__ = ["CallPool", "Deadline", "Piece", "Pieces", "Slots", "Transfers"]
 
@@ -348,23 +348,28 @@ class Transfers:
             raise
         self.pool.result(future, deadline)
 
-    def receive(
-        self, feed: Callable[[memoryview], None], work: Callable[[Pieces[Piece]], bool], deadline: Deadline
-    ) -> bool:
-        """Feeds the pieces that ``work`` puts, in their order. Returns what it returns: whether there was a record."""
+    def receive(self, reader: RecordReader, work: Callable[[Pieces[Piece]], bool], deadline: Deadline) -> bool:
+        """Feeds the pieces that ``work`` puts, in their order. Returns what it returns: whether there was a record.
+
+        Raises:
+            TierCorrupt: there was one that is not whole, or not what it must be.
+        """
         pieces = self._pieces(deadline)
         future = self.pool.start(lambda: _watched(work, pieces))
         try:
             while (piece := pieces.take()) is not None:
                 try:
-                    feed(piece.slot[: piece.num_bytes])
+                    reader.feed(piece.slot[: piece.num_bytes])
                 finally:
                     self._drop(piece)
         except BaseException as error:  # supervised: the thread gets it too, and is not left waiting
             pieces.close(error)
             future.cancel()
             raise
-        return self.pool.result(future, deadline)
+        is_there = self.pool.result(future, deadline)
+        if is_there:
+            reader.finish()
+        return is_there
 
     def close(self) -> None:
         self.pool.close()

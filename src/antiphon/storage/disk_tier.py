@@ -212,16 +212,15 @@ class DiskTier:
             return self._guarded(lambda: self._read_file(key, record_bytes(meta), pieces, deadline))
 
         try:
-            if not self._transfers.receive(reader.feed, read, deadline):
-                self.index.forget(key)
-                return False
-            reader.finish()
+            is_there = self._transfers.receive(reader, read, deadline)
         except TierCorrupt:
             self.index.forget(key)
             with contextlib.suppress(TierError):
                 self._pool.call(lambda: self._unlink([key]), deadline)
             raise
-        return True
+        if not is_there:
+            self.index.forget(key)
+        return is_there
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``TierStore.contains``. From the books: the disk is not asked."""

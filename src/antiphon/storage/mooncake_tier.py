@@ -38,7 +38,7 @@ from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.mooncake_child import ANSWER, CALL, MESSAGE_MAX_BYTES, MooncakeSetup, Operation
 from antiphon.storage.mooncake_loader import loader_environment
 from antiphon.storage.record import HEAD_BYTES, RecordReader, RecordWriter, record_bytes
-from antiphon.storage.tier import ChunkMeta, TierUsage
+from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
 __all__ = ["MooncakeTier", "MooncakeTierOptions"]
 
@@ -251,17 +251,11 @@ class MooncakeTier:
         num_bytes = record_bytes(meta)
         if num_bytes > self._slot_bytes:
             return False  # never put
-        try:
+        with contextlib.suppress(TierCorrupt):
             return self._read(key, RecordReader(key, meta, into), num_bytes, deadline)
-        except TierCorrupt:
-            # The store frees what is removed while it is read: a second look tells that from a damaged record.
-            pass
-        try:
+        # The store frees what is removed while it is read: a second look tells that from a damaged record.
+        with removed_if_corrupt(self, key):
             return self._read(key, RecordReader(key, meta, into), num_bytes, deadline)
-        except TierCorrupt:
-            with contextlib.suppress(TierError):
-                self.remove([key])
-            raise
 
     def _read(self, key: bytes, reader: RecordReader, num_bytes: int, deadline: Deadline) -> bool:
         """One look at the record. Raises TierCorrupt where it is not what it should be."""

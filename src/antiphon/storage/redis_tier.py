@@ -11,19 +11,18 @@ How much is kept, and what goes first, is the server's setting (``maxmemory``, `
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierTimeout, TierUnavailable
+from antiphon.core.errors import ConfigError, TierError, TierFull, TierTimeout, TierUnavailable
 from antiphon.core.units import MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.record import RecordReader, RecordWriter, record_bytes
-from antiphon.storage.tier import ChunkMeta, TierUsage
+from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
 if TYPE_CHECKING:
     import redis
@@ -98,16 +97,11 @@ class RedisTier:
         def read(pieces: Pieces[Piece]) -> bool:
             return self._guarded(lambda: self._read(key, record_bytes(meta), pieces))
 
-        try:
-            if not self._transfers.receive(reader.feed, read, deadline):
-                self._known.discard(key)
-                return False
-            reader.finish()
-        except TierCorrupt:
-            with contextlib.suppress(TierError):
-                self.remove([key])
-            raise
-        return True
+        with removed_if_corrupt(self, key):
+            is_there = self._transfers.receive(reader, read, deadline)
+        if not is_there:
+            self._known.discard(key)
+        return is_there
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``TierStore.contains``."""

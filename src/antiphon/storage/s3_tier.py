@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierTimeout, TierUnavailable
+from antiphon.core.errors import ConfigError, TierCorrupt, TierFull, TierTimeout, TierUnavailable
 from antiphon.core.units import MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.record import RecordReader, RecordWriter, record_bytes
-from antiphon.storage.tier import ChunkMeta, TierUsage
+from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -99,16 +99,11 @@ class S3Tier:
         def read(pieces: Pieces[Piece]) -> bool:
             return self._guarded(lambda: self._read(key, record_bytes(meta), pieces))
 
-        try:
-            if not self._transfers.receive(reader.feed, read, deadline):
-                self._known.discard(key)
-                return False
-            reader.finish()
-        except TierCorrupt:
-            with contextlib.suppress(TierError):
-                self.remove([key])
-            raise
-        return True
+        with removed_if_corrupt(self, key):
+            is_there = self._transfers.receive(reader, read, deadline)
+        if not is_there:
+            self._known.discard(key)
+        return is_there
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``TierStore.contains``. One request for each key, several at once."""

@@ -13,13 +13,23 @@ It does not decide what is stored, promoted or given up, and does not count fail
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+from antiphon.core.errors import TierCorrupt, TierError
 from antiphon.core.namespace import DIGEST_BYTES, FORMAT_VERSION, NamespaceDigest
 
-__all__ = ["FINGERPRINT_BYTES_MAX", "KEY_BYTES", "ChunkMeta", "ExpectingStore", "TierStore", "TierUsage"]
+__all__ = [
+    "FINGERPRINT_BYTES_MAX",
+    "KEY_BYTES",
+    "ChunkMeta",
+    "ExpectingStore",
+    "TierStore",
+    "TierUsage",
+    "removed_if_corrupt",
+]
 
 KEY_BYTES: Final = 32
 FINGERPRINT_BYTES_MAX: Final = 512
@@ -122,3 +132,14 @@ class TierStore(Protocol):
 
     def close(self) -> None:
         """Gives everything back. A call after it raises ``TierUnavailable``. Closing twice is allowed."""
+
+
+@contextlib.contextmanager
+def removed_if_corrupt(store: TierStore, key: bytes) -> Iterator[None]:
+    """Around a read of ``key``: a ``TierCorrupt`` passes after the record was removed, where that is possible."""
+    try:
+        yield
+    except TierCorrupt:
+        with contextlib.suppress(TierError):
+            store.remove([key])
+        raise

@@ -198,7 +198,7 @@ class Child:
 
     async def _wait_ports_free(self) -> None:
         deadline = time.monotonic() + (PORT_FREE_TIMEOUT_S if self.record.incarnation else 0.0)
-        while (taken := await asyncio.to_thread(_taken_port, self.plan)) is not None:
+        while (taken := await asyncio.to_thread(taken_port, self.plan)) is not None:
             if time.monotonic() >= deadline:
                 use, port = taken
                 raise StartError(
@@ -381,6 +381,6 @@ def describe_exit(returncode: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _taken_port(plan: ProcessPlan) -> tuple[str, int] | None:
+def taken_port(plan: ProcessPlan) -> tuple[str, int] | None:
     """The first port of the plan that something listens on already, with its use; None when all are free."""
     return next(((use, port) for use, port in plan.ports.items() if is_port_taken(plan.listens_on(use), port)), None)

@@ -74,7 +74,7 @@ class Guard:
     def add(self, session: Session) -> None:
         """List a session. Returns when the kernel has the message, so that it survives the supervisor."""
         self._sessions[session.sid] = session
-        self._tell(f"add {session.sid} {session.start_ticks} {session.marker}\n")
+        self._tell(add_line(session))
 
     def drop(self, session: Session) -> None:
         """Take a session off the list: no member is left."""
@@ -116,7 +116,7 @@ class Guard:
         finally:
             os.close(log_fd)
         for session in self._sessions.values():
-            self._tell(f"add {session.sid} {session.start_ticks} {session.marker}\n")
+            self._tell(add_line(session))
         assert self._process.stdout is not None
         line = b""
         with suppress(TimeoutError):
@@ -161,6 +161,11 @@ class Guard:
                     why = f"the watchdog did not start (see {self._log_path})"
                 except StartError as error:
                     why = error.message
+
+
+def add_line(session: Session) -> str:
+    """The line of the watchdog's pipe that lists ``session``."""
+    return f"add {session.sid} {session.start_ticks} {session.marker}\n"
 
 
 def _delay_s(num_failed: int) -> float:

@@ -78,7 +78,8 @@ def boot_id() -> str:
         return ""
 
 
-def _marker_of(pid: int) -> str | None:
+def marker_of(pid: int) -> str | None:
+    """Value of ``ANTIPHON_PROCESS`` in the environment of this process; None where it is not set, or cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
@@ -108,7 +109,7 @@ def members(sessions: list[Session]) -> list[ProcessStat]:
         if stat is None or not stat.is_running or stat.start_ticks < oldest or stat.pid == os.getpid():
             continue
         session = by_sid.get(stat.session)
-        if (session is not None and stat.start_ticks >= session.start_ticks) or _marker_of(stat.pid) in markers:
+        if (session is not None and stat.start_ticks >= session.start_ticks) or marker_of(stat.pid) in markers:
             found.append(stat)
     return found
 

@@ -1,7 +1,8 @@
 """Connections between cache servers, and to their coordinator: the proof of the secret, calls, and chunk bytes.
 
 ``PeerSocket`` is the side that connects, for a thread that may block; ``PeerStream`` serves either side on an event
-loop. Chunk bytes go from memory into the socket and from the socket into memory, with no copy in between.
+loop; ``PeerListener`` accepts connections there. Chunk bytes go from memory into the socket and from the socket into
+memory, with no copy in between.
 
 Always true:
 
@@ -14,22 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
 
 from antiphon.config.cluster import host_port_of
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError
+from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cache import LENGTH_BYTES, frame_length
 from antiphon.protocol.cluster_proof import Answerer, Asker
 
-__all__ = ["PeerSocket", "PeerStream"]
+__all__ = ["PeerListener", "PeerSocket", "PeerStream"]
 
 PROOF_TIMEOUT_S: Final = 2.0
 """From the connection to the end of the proof, on the side that is connected to."""
 _PIECE_BYTES: Final = 1 << 20
+_ACCEPT_PAUSE_S: Final = 0.2
+"""After a failed accept: descriptors or memory are short, and would be so again at once."""
 
 
 class PeerSocket:
@@ -296,3 +302,70 @@ class PeerStream:
     def close(self) -> None:
         """Closes it; no task may be reading or sending."""
         self._sock.close()
+
+
+class PeerListener:
+    """Accepts connections on an event loop; each is served by a task of its own.
+
+    Args:
+        serve: serves one connection, and closes it.
+        connections_max: one more is closed at once, and counted.
+        counts: of it ``refused`` counts those.
+        quiet: told of accepts that failed.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[PeerStream], Coroutine[Any, Any, None]],
+        connections_max: int,
+        counts: Counter[str],
+        quiet: QuietLog,
+    ) -> None:
+        self._serve = serve
+        self._connections_max = connections_max
+        self._counts = counts
+        self._quiet = quiet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether connections are accepted."""
+        return self._accepting is not None and not self._accepting.done()
+
+    @property
+    def num_connections(self) -> int:
+        """Connections, whether or not they have shown the secret."""
+        return len(self._tasks)
+
+    def listen(self, sock: socket.socket) -> None:
+        """Accepts connections on ``sock``, which listens; it is the listener's from here on."""
+        sock.setblocking(False)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(sock))
+
+    async def _accept(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with sock:
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(sock)
+                except OSError as error:
+                    self._quiet.say(logging.WARNING, "failed accepts", "accepting a connection: %s", error.strerror)
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    continue
+                if len(self._tasks) >= self._connections_max:
+                    self._counts["refused"] += 1
+                    accepted.close()
+                    continue
+                task = loop.create_task(self._serve(PeerStream(accepted)))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stops listening and ends every connection."""
+        tasks = [task for task in (self._accepting, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

@@ -36,6 +36,8 @@ THREADS: Final = 8
 ONBOARD_MAX_S: Final = 600.0
 """The server's own limit is shorter."""
 ANSWER_SLACK_S: Final = 0.5
+ONBOARD_SLACK_S: Final = 1.0
+"""Beyond the time that the server has named."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +192,12 @@ class SimulatedCache:
 def _wait(pending: Pending) -> calls.Found | None:
     """The answer to a lookup, however long the server says that it takes; None where it does not come."""
     until_s = time.monotonic() + ANSWER_SLACK_S
-    while not pending.wait(max(0.0, until_s - time.monotonic())):
-        if pending.onboarding is None or time.monotonic() >= pending.onboarding[1] + pending.onboarding[0].wait_s + 1.0:
+    while not pending.wait(until_s - time.monotonic()):
+        onboarding = pending.onboarding
+        if onboarding is None or time.monotonic() >= onboarding[1] + onboarding[0].wait_s + ONBOARD_SLACK_S:
             pending.abandon()
             return None
-        until_s = pending.onboarding[1] + pending.onboarding[0].wait_s + ANSWER_SLACK_S
+        until_s = onboarding[1] + onboarding[0].wait_s + ONBOARD_SLACK_S
     found = pending.result()
     assert isinstance(found, calls.Found)
     return found
