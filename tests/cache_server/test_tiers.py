@@ -160,6 +160,16 @@ class Served:
     def breaker(self) -> str:
         return self.server.tiers()[0][0].breaker.value
 
+    async def hang(self) -> None:
+        """Let the tier hang once nothing is published any more: what was under way would be overdue by then."""
+        await self.until(lambda: not self._has_jobs, "all is published")
+        self.tier.faults.is_hung = True
+
+    @property
+    def _has_jobs(self) -> bool:
+        plan = self.server.tiers()[0][0]
+        return bool(plan.num_running or plan.num_waiting)
+
     async def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 5.0) -> float:
         """Waits for it; returns the seconds that it took."""
         began_s = time.monotonic()
@@ -215,7 +225,7 @@ async def test_a_tier_that_hangs_delays_no_hit_and_is_back_within_five_seconds(
             return times
 
         usual = await served.call(hits, 200)
-        served.tier.faults.is_hung = True
+        await served.hang()
         missing = keys_of("p", 4)[:2] + keys_of("z", 2)
         found, first = await served.call(onboard, served.client, "p", missing)
         assert (found.num_tokens, first) == (2 * 256, None)  # nothing of the rest is known to be anywhere
@@ -246,7 +256,7 @@ async def test_a_lookup_that_waits_for_a_tier_that_hangs_gets_what_is_in_memory(
         there = await served.call(served.client.lookup, "p", keys[:60])
         assert there.num_tokens < 60 * 256
         await served.call(served.client.release, there)
-        served.tier.faults.is_hung = True
+        await served.hang()
         began_s = time.monotonic()
         found, first = await served.call(onboard, served.client, "p", keys[:60], 0.1)
         assert first is not None
@@ -273,7 +283,7 @@ async def test_a_peer_that_leaves_while_its_lookup_waits_leaves_no_lease(
         await served.until(lambda: served.tier.usage().num_chunks == 2, "the chunks are published")
         for number in range(8):  # evicts what was stored first
             await served.call(fill, served.client, f"a{number}", keys_of(f"a{number}", 60))
-        served.tier.faults.is_hung = True
+        await served.hang()
         other = await served.call(lambda: Client(served.server.socket_path).hello().attach(slabs=()))
         await served.call(lambda: other.send(wire.Lookup("r", namespace_of("p"), "t", b"".join(keys), onboard_s=5.0)))
         assert isinstance((await served.call(other.receive)).body, wire.Onboarding)

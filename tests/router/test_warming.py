@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -190,6 +192,61 @@ async def test_deadline_opens_it_in_any_case(caplog: pytest.LogCaptureFixture) -
             await until(lambda: endpoint.state.value == "ready", "it takes requests")
             assert f"decode engine {three.address} is not warm after 0.3 s" in caplog.text
             await until(lambda: one.num_left == 1, "the warm-up was cut")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_full_partners_do_not_keep_it_from_requests(
+    role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would, for as long as their queues are, exactly when an engine more is needed."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(warming, "PATIENCE_S", 0.05)
+    gate = asyncio.Event()
+
+    async def waits(wire: Wire) -> None:
+        await gate.wait()
+        wire.whole(PREFILLED)
+
+    full = {"prefill": "decode", "decode": "prefill"}[role]
+    models = {each: Model(fails=waits if each == full else None) for each in ("prefill", "decode")}
+    async with (
+        engine(models["prefill"]) as p,
+        engine(models["decode"]) as d,
+        engine(Model()) as new,
+        routing([p], [d], warm_pairs=True, health_interval_s=0.05) as router,
+    ):
+        endpoint = await add(router, role, new.url)
+        await until(lambda: endpoint.state.value == "ready", "it takes requests")
+        (partner,) = router.fleet.pool(full).endpoints
+        assert models[full].num_at_once == 1
+        assert f"{role} engine {new.address} takes requests before its pairs are warm" in caplog.text
+        gate.set()
+        pair = (endpoint, partner) if role == "prefill" else (partner, endpoint)
+        await until(lambda: router.fleet.pairs.is_warm(*pair), "its pair is warm")
+        assert counted(router, "pair_warmups_total", outcome="failed") == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_does_not_do_its_own_part_is_held(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "PATIENCE_S", 0.01)
+    looks = 0
+    waits_for = warming.Warming._waits_for
+
+    def look(self: warming.Warming, *args: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return waits_for(self, *args)
+
+    monkeypatch.setattr(warming.Warming, "_waits_for", look)
+    async with (
+        engine(Model()) as p,
+        engine(Model()) as d,
+        engine(Model(fails=hangs)) as new,
+        routing([p], [d], warm_pairs=True) as router,
+    ):
+        endpoint = await add(router, role, new.url)
+        await until(lambda: looks >= 5, "it was looked at, again and again")
+        assert endpoint.is_held
 
 
 async def test_engine_that_is_not_up_yet_is_waited_for() -> None:

@@ -2,8 +2,10 @@
 a request of the router's own and not with a client's.
 
 An endpoint that is added at run time is held: it gets no request until its pairs with every engine of the other role
-that answers have been tried, or until ``warm_timeout_s`` has passed. It is opened then in any case. An engine that has
-come back in another life is warmed beside its traffic.
+that answers have been tried, or until ``warm_timeout_s`` has passed. It is opened then in any case. It is opened before,
+and warmed beside its traffic, when it has done its part and the engines of the other role leave its warm-ups waiting:
+they are full, and an engine more is what is needed. An engine that has come back in another life is warmed beside its
+traffic.
 
 Owns the endpoints that wait for this, each at most once, and a handful of tasks that end when none waits. A warm-up is
 no client's request: it has no receipt and counts in no metric but its own. Its prompt has a salt of its own, so that
@@ -44,6 +46,8 @@ TRIES_MAX = 2
 """Of a pair."""
 ASK_INTERVAL_S = 0.25
 """Between two questions whether an added engine answers yet."""
+PATIENCE_S = 5.0
+"""With partners none of which lets a pair become warm: longer than any handshake takes."""
 PROMPT_MAX_TOKENS = 144
 """More than a block of any engine (128 on a CPU), so that there is a block to pull."""
 FIRST_TOKEN_ID = 100
@@ -86,6 +90,8 @@ class Warming:
         """The life in which an endpoint was last warmed, or seen at the start."""
         self._busy: dict[tuple[Endpoint, Endpoint], asyncio.Event] = {}
         """The pairs that are being warmed, and what tells the end of it."""
+        self._asked: dict[tuple[Endpoint, Endpoint], Endpoint] = {}
+        """By pair that is being warmed, which of the two has to answer now."""
         self._workers: set[asyncio.Task[None]] = set()
         if self.is_on:
             for pool in (fleet.prefill, fleet.decode):
@@ -183,8 +189,23 @@ class Warming:
                 await self._warm_pair(*_pair(endpoint, partner), model)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(PARTNERS_AT_ONCE, len(partners))):
-                group.create_task(warm_some())
+            waiting = {group.create_task(warm_some()) for _ in range(min(PARTNERS_AT_ONCE, len(partners)))}
+            num_warm = 0
+            while waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
+                before, num_warm = num_warm, sum(self._is_warm(endpoint, one) for one in partners)
+                if waiting and num_warm == before and self._waits_for(partners, endpoint):
+                    log.info(
+                        "%s engine %s takes requests before its pairs are warm: those of the other role are full",
+                        endpoint.role,
+                        endpoint.address,
+                    )
+                    self._open(endpoint)
+
+    def _waits_for(self, partners: list[Endpoint], endpoint: Endpoint) -> bool:
+        """Whether all that is under way for it waits for its partners, and none for itself."""
+        asked = [self._asked.get(_pair(endpoint, one)) for one in partners]
+        return endpoint.is_held and any(asked) and endpoint not in asked
 
     async def _model(self, endpoint: Endpoint) -> _Model | None:
         """What it serves, as soon as it answers. An engine that is held may be starting still; any other has one try,
@@ -211,6 +232,7 @@ class Warming:
             await self._try_pair(prefill, decode, model)
         finally:
             del self._busy[pair]
+            self._asked.pop(pair, None)
             done.set()
 
     async def _try_pair(self, prefill: Endpoint, decode: Endpoint, model: _Model) -> None:
@@ -245,12 +267,15 @@ class Warming:
         """
         token = secrets.token_hex(8)
         path, request_id = "/v1/completions", f"warm-{token}"
+        pair = prefill, decode
+        self._asked[pair] = prefill
         prefilled = await self._ask(prefill, "POST", path, _body(model, token, PREFILL_PARAMS), f"{request_id}-p")
         answer = read_prefill_answer(prefilled.body)
         if answer.kv_transfer_params is None:
             raise _WarmUpFailed(
                 "the prefill engine returns no kv_transfer_params: it is not started for a hand-over", is_final=True
             )
+        self._asked[pair] = decode
         await self._ask(decode, "POST", path, _body(model, token, answer.kv_transfer_params), f"{request_id}-d")
         return answer.engine_id
 
