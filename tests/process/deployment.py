@@ -164,6 +164,9 @@ class Ended:
 class Load:
     """Clients that send one request after the other until they are stopped; use it as a context manager."""
 
+    bound_s = REQUEST_BOUND_S
+    """Of a request: longer, and it hangs."""
+
     def __init__(self, port: int, num_clients: int = 16) -> None:
         self._port = port
         self._stopping = threading.Event()
@@ -181,7 +184,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
         for client in self._clients:
-            client.join(3 * REQUEST_BOUND_S)
+            client.join(3 * self.bound_s)
             assert not client.is_alive(), "a request hangs"
 
     @staticmethod
@@ -206,7 +209,7 @@ class Load:
 
     def _one(self, body: dict[str, Any]) -> tuple[str, str]:
         try:
-            answer = ask(self._port, "POST", self._path(body), body, timeout_s=2 * REQUEST_BOUND_S)
+            answer = ask(self._port, "POST", self._path(body), body, timeout_s=2 * self.bound_s)
         except TimeoutError:
             return "wrong", "hangs"
         except (ConnectionError, http.client.HTTPException) as error:
@@ -248,7 +251,7 @@ class Load:
         wrong = [each.detail for each in self.ended if each.kind == "wrong"]
         assert not wrong, wrong[:5]
         longest = max(self.ended, key=lambda each: each.ended_s - each.began_s)
-        assert longest.ended_s - longest.began_s < REQUEST_BOUND_S, longest
+        assert longest.ended_s - longest.began_s < self.bound_s, longest
         lost = [each.detail for each in self.ended if each.kind == "connection"]
         assert may_lose_connection or not lost, lost[:5]
         return self.counts()

@@ -205,7 +205,7 @@ class App:
 @pytest.fixture(scope="session")
 def ray_app(ray_cluster: RayCluster) -> Iterator[App]:
     """P from one to two engines, D from two to three, as ``LLMConfig``s and ``serve.run`` make them. A prefill engine
-    does five prompts of the load of test_ray_scaling.py a second, a decode engine has room for six of the answers."""
+    does five prompts of the load of test_ray_scaling.py a second, a decode engine has room for nine of the answers."""
     port = quiet_ports(1)
     config: dict[str, Any] = {
         f"{role}_config": model_config(
@@ -220,7 +220,7 @@ def ray_app(ray_cluster: RayCluster) -> Iterator[App]:
         "prefill_tokens_per_s": 1600,
         "decode_token_ms": 20,
     }
-    config["antiphon"]["decode"] = {"simulated": {"kv_blocks": 160}}
+    config["antiphon"]["decode"] = {"simulated": {"kv_blocks": 100}}
     ray_cluster.call("run", pd_config=config, name=APP)
     yield App(ray_cluster, port, config)
     ray_cluster.delete(APP)

@@ -3,8 +3,8 @@
 Goal: P goes from one engine to two and D from two to three under load, and back, and no request fails; a new engine
 takes requests only when it is warm; one that leaves ends its streams first; what was killed before was no reason to
 change a size. Method: the one application of the session, whose targets are the ones that are filled in; clients that
-stream from the router; every change is read from Serve's log, as an operator would. Times are printed, not judged, but
-for bounds.
+stream from the router, long prompts first and long answers then; every change is read from Serve's log, as an operator
+would. Times are printed, not judged, but for bounds.
 
 Out of scope: the rule itself (tests/ray/test_autoscaling.py); what is right in an answer (test_ray_app.py).
 """
@@ -13,32 +13,37 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests.process.deployment import Load, marked_pids
+from tests.process.deployment import REQUEST_BOUND_S, Load, marked_pids
 from tests.process.ray_cluster import APP, App
 from tests.router.stack import Answer, ask, text_of, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 GROWN_WITHIN_S, SHRUNK_WITHIN_S = 60.0, 60.0
-NUM_TOKENS = 90
+NUM_CLIENTS = 36
 
 
 class Streams(Load):
-    """Clients with a prompt of its own for each request, so that no prefix cache helps, and answers of some seconds."""
+    """Clients with a prompt of its own for each request, so that no prefix cache helps. One pool has the load, however
+    fast the other one and this machine are."""
+
+    bound_s = 3 * REQUEST_BOUND_S  # overload is meant
 
     def __enter__(self) -> Streams:
         for client in self._clients:
             client.start()
         return self
 
-    @staticmethod
-    def _body(number: int) -> dict[str, Any]:
-        words = " ".join(f"{number:08}-{word:03}" for word in range(100))
-        return {"model": "m", "prompt": words, "max_tokens": NUM_TOKENS, "stream": True}
+    num_words, num_tokens = 6, 150
+
+    def _body(self, number: int) -> dict[str, Any]:
+        words = " ".join(f"{number:08}-{word:03}" for word in range(self.num_words))
+        return {"model": "m", "prompt": words, "max_tokens": self.num_tokens, "stream": True}
 
     def _run(self, number: int) -> None:
         super()._run(number * 1_000_000)
@@ -48,6 +53,16 @@ class Streams(Load):
         is_whole = len(events) > 1 and "error" not in events[-2]
         self._right[body["prompt"]] = text_of(events) if is_whole else ""
         return super()._judge(body, answer)
+
+
+class Answers(Streams):
+    """Short prompts, and answers of some seconds."""
+
+
+class Prompts(Streams):
+    """Long prompts, and answers of two tokens."""
+
+    num_words, num_tokens = 100, 2
 
 
 class Watch:
@@ -91,14 +106,16 @@ def test_pools_grow_and_shrink_without_a_failed_request(ray_app: App) -> None:
     wait_for(lambda: app.sizes() == (1, 2), "both pools at their least", 30.0)
     assert app.changes() == [], "an engine that is lost, or a small load, is no reason to change the size"
     with Watch(app) as watch:
-        with Streams(app.router_port, num_clients=24) as load:
-            wait_for(lambda: app.sizes() == (2, 3), "both pools have grown", GROWN_WITHIN_S)
-            load.wait_answers(40, time.monotonic())
-        grown = load.check(may_lose_connection=False)
+        grown: Counter[str] = Counter()
+        for kind, role, num in ((Prompts, "prefill", 2), (Answers, "decode", 3)):
+            with kind(app.router_port, num_clients=NUM_CLIENTS) as load:
+                wait_for(lambda role=role, num=num: app.num_ready(role) == num, f"{role} has grown", GROWN_WITHIN_S)
+                load.wait_answers(40, time.monotonic())
+                served = {row["url"]: row["answered"] for row in app.rows(role)}
+            grown += load.check(may_lose_connection=False)
+            assert all(served.values()), "an engine that came has taken no requests"
         assert set(grown) == {"answer"}, grown
-        served = {row["url"]: row["answered"] for role in ("prefill", "decode") for row in app.rows(role)}
-        assert all(served.values()), "an engine that came has taken no requests"
-        with Streams(app.router_port, num_clients=3) as load:
+        with Answers(app.router_port, num_clients=3) as load:
             wait_for(lambda: app.sizes() == (1, 2), "both pools have shrunk", SHRUNK_WITHIN_S)
             wait_for(lambda: len(marked_pids(APP)) == 4, "the engines that left have ended", SHRUNK_WITHIN_S)
             load.wait_answers(3, time.monotonic())
