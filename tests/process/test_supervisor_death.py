@@ -237,9 +237,20 @@ def test_second_up_of_one_name_names_the_first(make_host: MakeHost) -> None:
     assert first.status()[0] == 0
 
 
+@contextlib.contextmanager
+def hangup(action: signal.Handlers) -> Iterator[None]:
+    """What a process that is started now inherits for SIGHUP; the tests themselves may run under nohup."""
+    previous = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_stops_cleanly_with_exit_code_0(make_host: MakeHost, number: signal.Signals) -> None:
-    host = make_host(("prefill-0", []), ("router", []))
+    with hangup(signal.SIG_DFL):
+        host = make_host(("prefill-0", []), ("router", []))
     host.read_until("ALL READY")
     host.process.send_signal(number)
     said = host.read_to_end()
@@ -254,11 +265,8 @@ def test_signal_stops_cleanly_with_exit_code_0(make_host: MakeHost, number: sign
 
 
 def test_ignored_hangup_stays_ignored(make_host: MakeHost) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
-    try:
+    with hangup(signal.SIG_IGN):  # as from nohup
         host = make_host(("prefill-0", []))
-    finally:
-        signal.signal(signal.SIGHUP, previous)
     host.read_until("ALL READY")
     host.process.send_signal(signal.SIGHUP)
     assert host.status()[0] == 0
