@@ -1,8 +1,10 @@
 """Runs every check and every test, group by group, and says what failed and what was not run. Standard library only.
 
-A group that fails does not stop the next one. The last line is ``N passed, N failed`` (and ``, N skipped`` where there
-are some), summed over all groups; a check (lint, format, types) counts as one. The exit status is 0 only if nothing
-failed. A group that collects nothing, dies or passes its time limit counts as failed: silence is not success.
+The groups of a lane run one after the other, the lanes of a stage beside each other, the stages in turn: tests with
+processes mostly wait, and what computes runs meanwhile; real engines have the machine to themselves. A group that fails
+does not stop the next one. The last line is ``N passed, N failed`` (and ``, N skipped`` where there are some), summed
+over all groups; a check (lint, format, types) counts as one. The exit status is 0 only if nothing failed. A group that
+collects nothing, dies or passes its time limit counts as failed: silence is not success.
 
 It needs the environment that ``scripts/install.py --dev`` makes, and no root.
 """
@@ -17,9 +19,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,6 +70,10 @@ GROUPS = (
 )
 
 
+STAGES = ((("lint", "types", "unit", "compiled"), ("process",)), (("real",),))
+"""Names of groups: lanes of a stage, groups of a lane."""
+
+
 @dataclass
 class Outcome:
     """What a group gave."""
@@ -83,7 +91,6 @@ class Outcome:
         self.num_skipped += other.num_skipped
         self.failures += other.failures
         self.skips += other.skips
-        self.wall_s += other.wall_s
 
 
 def read_junit(path: Path) -> Outcome:
@@ -139,30 +146,24 @@ def describe_end(group: Group, status: int | None) -> str:
     return f"exit status {status}"
 
 
-def run_to_end(command: list[str], log_path: Path, timeout_s: float, tick: str) -> int | None:
-    """Runs a command with its output in a log. Returns its exit status, or None where the limit passed.
+def run_to_end(command: list[str], log_path: Path, timeout_s: float, stop: threading.Event) -> int | None:
+    """Runs a command with its output in a log. Returns its exit status, or None where the limit passed or ``stop`` was
+    set.
 
     The command gets a session of its own and the whole of it is ended with it, so that nothing is left behind.
     """
     deadline_s = time.monotonic() + timeout_s
-    is_terminal = sys.stdout.isatty()
-    started_s = time.monotonic()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             while process.poll() is None:
-                if time.monotonic() > deadline_s:
+                if time.monotonic() > deadline_s or stop.is_set():
                     return None
-                if is_terminal:
-                    sys.stdout.write(f"\r\033[K{tick} ... {time.monotonic() - started_s:.0f} s")
-                    sys.stdout.flush()
                 time.sleep(POLL_S)
             return process.returncode
         finally:
-            if is_terminal:
-                sys.stdout.write("\r\033[K")
             end_session(process)
 
 
@@ -193,32 +194,96 @@ def session_members(sid: int) -> list[int]:
     return found
 
 
-def run_group(group: Group, folder: Path, extra: list[str]) -> Outcome:
-    """Runs one group and prints its line, and its output where it failed."""
-    log_path = folder / f"{group.title.replace(' ', '-')}.log"
-    junit = None if group.command else folder / f"{group.name}.xml"
-    command = [sys.executable, *group.command]
-    if junit is not None:
-        junit.unlink(missing_ok=True)
-        command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *group.paths, *extra]
-    if group.is_compiled:
-        reason = why_not_compiled()
-        if reason is not None:
-            print(f"{group.title:<12} not run: {reason}", flush=True)
-            return Outcome(skips=Counter({f"{group.title}: {reason}": 1}))
-        command = ["env", "ANTIPHON_COMPILED=1", *command]
-    started_s = time.monotonic()
-    status = run_to_end(command, log_path, group.timeout_s, group.title)
-    outcome = judge(group, status, junit)
-    outcome.wall_s = time.monotonic() - started_s
-    if outcome.num_failed:
-        lines = log_path.read_text(errors="replace").splitlines()
-        if len(lines) > SHOWN_LINES_MAX:
-            print(f"[the first {len(lines) - SHOWN_LINES_MAX} lines are in {log_path}]")
-        print("\n".join(lines[-SHOWN_LINES_MAX:]))
-    mark = "FAILED" if outcome.num_failed else "ok"
-    print(f"{group.title:<12} {mark:<7} {outcome.wall_s:7.1f} s   {counts(outcome)}", flush=True)
-    return outcome
+class Run:
+    """One run of groups.
+
+    Args:
+        folder: for logs.
+        extra: arguments for pytest.
+    """
+
+    def __init__(self, folder: Path, extra: list[str]) -> None:
+        self._folder = folder
+        self._extra = extra
+        self._stop = threading.Event()
+        self._running: dict[str, float] = {}
+        """Titles of groups, and when each began."""
+        self._printing = threading.Lock()
+        self.total = Outcome()
+
+    def stages(self, names: list[str]) -> None:
+        """Runs the groups of these names."""
+        began_s = time.monotonic()
+        for lanes in STAGES:
+            groups = [[group for group in GROUPS if group.name in lane and group.name in names] for lane in lanes]
+            with ThreadPoolExecutor(len(lanes)) as pool:
+                ended = [pool.submit(self._lane, lane) for lane in groups]
+                try:
+                    while not all(each.done() for each in ended):
+                        wait(ended, timeout=1.0)
+                        self._tick()
+                except BaseException:
+                    self._stop.set()
+                    raise
+            for each in ended:
+                each.result()
+        self.total.wall_s = time.monotonic() - began_s
+
+    def _tick(self) -> None:
+        """On a terminal: what runs, and for how long."""
+        if sys.stdout.isatty():
+            with self._printing:
+                now_s = time.monotonic()
+                running = ", ".join(f"{title} {now_s - since_s:.0f} s" for title, since_s in self._running.items())
+                sys.stdout.write(f"\r\033[K{running}")
+                sys.stdout.flush()
+
+    def _lane(self, groups: list[Group]) -> None:
+        for group in groups:
+            if not self._stop.is_set():
+                self._running[group.title] = time.monotonic()
+                try:
+                    self._group(group)
+                finally:
+                    del self._running[group.title]
+
+    def _group(self, group: Group) -> None:
+        """Runs one group and prints its line, and its output where it failed."""
+        log_path = self._folder / f"{group.title.replace(' ', '-')}.log"
+        junit = None if group.command else self._folder / f"{group.name}.xml"
+        command = [sys.executable, *group.command]
+        if junit is not None:
+            junit.unlink(missing_ok=True)
+            command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *group.paths, *self._extra]
+        if group.is_compiled:
+            reason = why_not_compiled()
+            if reason is not None:
+                self._say(
+                    Outcome(skips=Counter({f"{group.title}: {reason}": 1})), f"{group.title:<12} not run: {reason}"
+                )
+                return
+            command = ["env", "ANTIPHON_COMPILED=1", *command]
+        started_s = time.monotonic()
+        status = run_to_end(command, log_path, group.timeout_s, self._stop)
+        wall_s = time.monotonic() - started_s
+        if self._stop.is_set():
+            return
+        outcome = judge(group, status, junit)
+        shown = []
+        if outcome.num_failed:
+            lines = log_path.read_text(errors="replace").splitlines()
+            if len(lines) > SHOWN_LINES_MAX:
+                shown.append(f"[the first {len(lines) - SHOWN_LINES_MAX} lines are in {log_path}]")
+            shown += lines[-SHOWN_LINES_MAX:]
+        mark = "FAILED" if outcome.num_failed else "ok"
+        self._say(outcome, *shown, f"{group.title:<12} {mark:<7} {wall_s:7.1f} s   {counts(outcome)}")
+
+    def _say(self, outcome: Outcome, *lines: str) -> None:
+        with self._printing:
+            self.total.add(outcome)
+            if sys.stdout.isatty():
+                sys.stdout.write("\r\033[K")
+            print("\n".join(lines), flush=True)
 
 
 def why_not_compiled() -> str | None:
@@ -267,11 +332,10 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in wanted if name not in names]:
         parser.error(f"no such group: {', '.join(unknown)}")
     hear_interrupts()
-    total = Outcome()
     folder = Path(tempfile.mkdtemp(prefix="antiphon-test-"))
-    for group in GROUPS:
-        if group.name in wanted:
-            total.add(run_group(group, folder, extra))
+    run = Run(folder, extra)
+    run.stages(wanted)
+    total = run.total
     left_out = [name for name in names if name not in wanted]
     print(summarize(total, left_out, folder if total.num_failed else None))
     if total.num_failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_check_counts_as_one(status: int | None, num_failed: int) -> None:
 def test_time_limit_ends_the_whole_session(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     command = ["sh", "-c", f"sleep 600 & echo $! > {pid_file}.part; mv {pid_file}.part {pid_file}; wait"]
-    assert runner.run_to_end(command, tmp_path / "log", 1.0, "x") is None
+    assert runner.run_to_end(command, tmp_path / "log", 1.0, threading.Event()) is None
     pid = int(pid_file.read_text())
     deadline_s = time.monotonic() + 5
     while is_running(pid):
@@ -98,7 +99,8 @@ def test_every_process_group_of_the_session_is_ended(tmp_path: Path) -> None:
         "    os.write(write, b'x')\n    time.sleep(600)\nos.read(read, 1)\nopen(sys.argv[1], 'w').write(str(pid))"
     )
     # The leader ends by itself; what it left is in another process group of the same session.
-    assert runner.run_to_end([sys.executable, "-S", "-c", script, str(pid_file)], tmp_path / "log", 30.0, "x") == 0
+    command = [sys.executable, "-S", "-c", script, str(pid_file)]
+    assert runner.run_to_end(command, tmp_path / "log", 30.0, threading.Event()) == 0
     assert not is_running(int(pid_file.read_text()))
 
 
@@ -111,7 +113,7 @@ def is_running(pid: int) -> bool:
 
 def test_status_and_output_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('hello'); raise SystemExit(7)"]
-    assert runner.run_to_end(command, tmp_path / "log", 30.0, "x") == 7
+    assert runner.run_to_end(command, tmp_path / "log", 30.0, threading.Event()) == 7
     assert (tmp_path / "log").read_text() == "hello\n"
 
 
@@ -136,6 +138,7 @@ def test_run_ends_with_the_counts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(runner, "GROUPS", groups)
+    monkeypatch.setattr(runner, "STAGES", ((("bad", "good"),),))
     assert runner.main(arguments) == status
     lines = capsys.readouterr().out.rstrip("\n").splitlines()
     assert lines[-1] == last
@@ -145,6 +148,52 @@ def test_run_ends_with_the_counts(
         assert "  bad: exit status 1" in lines
     elif arguments:
         assert "  bad: not asked for" in lines
+
+
+def test_every_group_has_its_place() -> None:
+    names = [name for lanes in runner.STAGES for lane in lanes for name in lane]
+    assert sorted(names) == sorted({group.name for group in runner.GROUPS})
+
+
+def meets(name: str, folder: Path, *others: str) -> object:
+    """A group that ends when the others have begun."""
+    script = (
+        f"import pathlib, time\npathlib.Path({str(folder)!r}, {name!r}).touch()\n"
+        f"while not all(pathlib.Path({str(folder)!r}, other).exists() for other in {others!r}): time.sleep(0.01)"
+    )
+    return Group(name, name, 20.0, command=("-S", "-c", script))
+
+
+def test_lanes_run_beside_each_other_and_stages_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = f"import pathlib; assert len(list(pathlib.Path({str(tmp_path)!r}).iterdir())) == 3"
+    groups = [meets("a", tmp_path), meets("b", tmp_path, "c"), meets("c", tmp_path, "a", "b")]
+    groups.append(Group("alone", "alone", 20.0, command=("-S", "-c", check)))
+    monkeypatch.setattr(runner, "GROUPS", groups)
+    monkeypatch.setattr(runner, "STAGES", ((("a", "b"), ("c",)), (("alone",),)))
+    assert runner.main([]) == 0
+    assert capsys.readouterr().out.endswith("4 passed, 0 failed\n")
+
+
+def test_an_interrupt_ends_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)"
+    groups = [Group(name, name, 60.0, command=("-S", "-c", script)) for name in ("a", "b")]
+    monkeypatch.setattr(runner, "GROUPS", groups)
+    monkeypatch.setattr(runner, "STAGES", ((("a", "b"),),))
+    run = runner.Run(tmp_path, [])
+
+    def interrupt(*_: object, **__: object) -> None:
+        if (tmp_path / "begun").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "wait", interrupt)
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run.stages(["a", "b"])
+    assert time.monotonic() - began_s < 30
+    assert (run.total.num_passed, run.total.num_failed) == (0, 0)
+    assert not (tmp_path / "b.log").exists(), "the next group has begun"
 
 
 def test_skips_are_named_in_the_end() -> None:
