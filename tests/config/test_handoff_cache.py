@@ -107,6 +107,17 @@ def test_the_connector_of_lmcache_is_ours_and_its_keys_are_understood() -> None:
     assert "lmcache_rpc_port is left out" in said
 
 
+def test_engines_say_what_they_hold_where_the_router_listens() -> None:
+    """It looks up short prompts, by a limit that is filled in, and so hears of KV."""
+    for more in ({}, {"engine.kind": "simulated"}):
+        result = compiled_from(PEERS | more)
+        port = value(result, "router", "--kv-events-port")
+        assert (port or "").isdecimal()
+        told = " ".join(next(each for each in result.plans if each.name == "prefill-0").argv)
+        assert f"tcp://127.0.0.1:{port}" in told
+        assert "None" not in told
+
+
 def test_simulated_engines_are_told_their_servers() -> None:
     result = compiled_from({"handoff.kind": "cache", "engine.kind": "simulated", "cache.peers": True})
     ports = [value(result, name, "--cache-port") for name in ("prefill-0", "decode-0")]

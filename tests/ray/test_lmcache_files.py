@@ -87,6 +87,30 @@ def test_what_a_file_is_mapped_to(name: str, pool: Any, values: dict[str, Any]) 
     assert spec.cache.enabled, "the values are those of the spec"
 
 
+def test_an_etcd_with_a_user_and_tls() -> None:
+    """What LMCache has no words for stands beside its own."""
+    raw = read_mapping(DATA / "lmcache_mooncake_store.yaml")
+    raw["extra_config"] |= {
+        "metadata_server": "etcds://metadata-server:2379",
+        "metadata_user": "kv",
+        "metadata_password_file": "/etc/pw",
+        "metadata_ca_file": "/etc/ca.pem",
+    }
+    found = interpret(raw, "decode", "f")
+    assert found.problems == []
+    (tier,) = map(parse_tier, found.values["cache.l2"])
+    assert (tier.metadata, tier.metadata_members) == ("etcds://metadata-server:2379", ["metadata-server:2379"])
+    assert (tier.metadata_user, tier.metadata_password_file, tier.metadata_ca_file) == ("kv", "/etc/pw", "/etc/ca.pem")
+
+
+def test_a_password_in_the_url_of_etcd_is_refused_and_not_shown() -> None:
+    raw = read_mapping(DATA / "lmcache_mooncake_store.yaml")
+    raw["extra_config"]["metadata_server"] = "etcd://kv:hunter2@metadata-server:2379"
+    (problem,) = interpret(raw, "decode", "f").problems
+    assert "metadata_password_file" in problem.message
+    assert "hunter2" not in f"{problem.message} {problem.fix}"
+
+
 def test_both_roles_of_the_second_file_agree() -> None:
     files = [("lmcache_prefiller.yaml", "prefill"), ("lmcache_decoder.yaml", "decode")]
     prefill, decode = (read_lmcache_file(DATA / name, pool, "here") for name, pool in files)  # type: ignore[arg-type]

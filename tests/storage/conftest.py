@@ -8,16 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
 from tests.conftest import Ports
+from tests.storage.secured_etcd import PASSWORD, USER, Certificates, SecuredEtcd
 from tests.storage.servers import Etcd, MooncakeMaster, MooncakeMemory, SeaweedS3, Service, Valkey
 
 
 @dataclass(frozen=True)
 class MooncakeStore:
-    """A Mooncake store on this machine: its master and the URL of its metadata server."""
+    """A Mooncake store on this machine: its master and its metadata server.
+
+    Args:
+        master: of it.
+        metadata: for a tier.
+        etcd: where that is one.
+    """
 
     master: MooncakeMaster
-    metadata: str
+    metadata: str | EtcdAccess
+    etcd: Etcd | None = None
 
 
 @pytest.fixture(scope="session")
@@ -51,34 +60,51 @@ def seaweed(
 def start_mooncake(
     tmp_path_factory: pytest.TempPathFactory, adopted: set[int], take_ports: Callable[[int], list[int]]
 ) -> Iterator[Callable[[str], MooncakeStore]]:
-    """``start_mooncake("etcd")``: a store with that metadata server (or ``http``, or ``none``), started once."""
+    """``start_mooncake("etcd")``: a store with that metadata server (or ``http``, ``secured``, ``none``), started once.
+    ``secured`` is an etcd with a user, TLS and client certificates."""
     made: dict[str, MooncakeStore] = {}
-    services: list[Service] = []
+    closers: list[Callable[[], None]] = []
 
     def start(service: Service) -> None:
-        services.append(service)
+        closers.append(service.kill)
         service.start()
+
+    def metadata_of(kind: str, master: MooncakeMaster) -> tuple[str | EtcdAccess, str, Etcd | None]:
+        """For a tier, for Mooncake's own client, and the etcd."""
+        if kind in ("http", "none"):
+            url = master.metadata if kind == "http" else "P2PHANDSHAKE"
+            return url, url, None
+        folder = _short_folder(tmp_path_factory, "etcd")
+        if kind == "etcd":
+            plain = Etcd(folder, adopted, take_ports)
+            start(plain)
+            url = f"etcd://127.0.0.1:{plain.port}"
+            return url, url, plain
+        assert kind == "secured", kind
+        pem = Certificates(_short_folder(tmp_path_factory, "pem"))
+        etcd = SecuredEtcd(folder, (adopted, take_ports), pem, wants_certificate=True)
+        start(etcd)
+        member = f"127.0.0.1:{etcd.port}"
+        access = EtcdAccess([member], True, USER, PASSWORD, str(pem.authority), *pem.files("client"))
+        other = EtcdMetadata(access)
+        closers.append(other.close)
+        return access, other.url, etcd
 
     def store_with(kind: str) -> MooncakeStore:
         if kind not in made:
-            has_http = kind == "http"
             folder = _short_folder(tmp_path_factory, "mc")
-            master = MooncakeMaster(folder, adopted, take_ports, has_http_metadata=has_http)
+            master = MooncakeMaster(folder, adopted, take_ports, has_http_metadata=kind == "http")
             start(master)
-            metadata = master.metadata if has_http else "P2PHANDSHAKE"
-            if kind == "etcd":
-                etcd = Etcd(_short_folder(tmp_path_factory, "etcd"), adopted, take_ports)
-                start(etcd)
-                metadata = f"etcd://127.0.0.1:{etcd.port}"
-            start(MooncakeMemory(_short_folder(tmp_path_factory, "mem"), adopted, take_ports, master, metadata))
-            made[kind] = MooncakeStore(master, metadata)
+            metadata, url, etcd = metadata_of(kind, master)
+            start(MooncakeMemory(_short_folder(tmp_path_factory, "mem"), adopted, take_ports, master, url))
+            made[kind] = MooncakeStore(master, metadata, etcd)
         return made[kind]
 
     try:
         yield store_with
     finally:
-        for service in reversed(services):
-            service.kill()
+        for close in reversed(closers):
+            close()
 
 
 def _short_folder(factory: pytest.TempPathFactory, name: str) -> Path:

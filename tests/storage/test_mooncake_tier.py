@@ -1,4 +1,5 @@
-"""The tier in a Mooncake store: the contract against a real master, with its metadata server and with etcd; faults.
+"""The tier in a Mooncake store: the contract against a real master, with its metadata server, with etcd, and with an
+etcd that wants a user and a certificate; faults.
 
 Another process gives the memory to the store, as another machine would. A master that was killed has forgotten all.
 """
@@ -17,6 +18,7 @@ import pytest
 from antiphon.core.errors import ConfigError, TierFull, TierTimeout, TierUnavailable
 from antiphon.core.units import GIB, KIB, MIB
 from antiphon.storage import mooncake_tier
+from antiphon.storage.etcd_metadata import EtcdAccess
 from antiphon.storage.mooncake_child import Operation
 from antiphon.storage.mooncake_tier import MooncakeTier, MooncakeTierOptions
 from tests.storage.conftest import MooncakeStore
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.process
 START_TIMEOUT_S = 20.0
 
 
-def options_of(master: str, metadata: str, segment_bytes: int = 0) -> MooncakeTierOptions:
+def options_of(master: str, metadata: str | EtcdAccess, segment_bytes: int = 0) -> MooncakeTierOptions:
     return MooncakeTierOptions(
         master, metadata, segment_bytes=segment_bytes, timeout_s=TIMEOUT_S, chunk_bytes_max=32 * MIB
     )
@@ -91,7 +93,7 @@ def make_rig(options: MooncakeTierOptions) -> Rig:
     return rig
 
 
-@pytest.fixture(scope="module", params=["http", "etcd"])
+@pytest.fixture(scope="module", params=["http", "etcd", "secured"])
 def mooncake(request: pytest.FixtureRequest, start_mooncake: Callable[[str], MooncakeStore]) -> MooncakeStore:
     return start_mooncake(request.param)
 

@@ -9,11 +9,12 @@ import pytest
 from antiphon.config.tier_spec import TierSpec, parse_tier
 from antiphon.core.errors import ConfigError
 from antiphon.storage.disk_tier import DiskTier
+from antiphon.storage.etcd_metadata import EtcdAccess
 from antiphon.storage.memory_tier import MemoryTier
 from antiphon.storage.mooncake_tier import MooncakeTier
 from antiphon.storage.redis_tier import RedisTier
 from antiphon.storage.s3_tier import S3Tier
-from antiphon.storage.tiers import open_tier
+from antiphon.storage.tiers import mooncake_metadata, open_tier
 
 GOOD = [
     "disk:///var/kv?capacity_gb=10",
@@ -26,6 +27,8 @@ GOOD = [
     "s3://bucket?credentials_file=/etc/s3",
     "mooncake://127.0.0.1:50051",
     "mooncake://host:50051?metadata=etcd%3A//10.0.0.1%3A2379&segment_gb=4.0&local_host=10.0.0.2&protocol=rdma",
+    "mooncake://host:50051?metadata=etcds%3A//e1%3A2379,e2%3A2379&metadata_user=kv&metadata_password_file=/etc/pw",
+    "mooncake://host:1?metadata=etcds%3A//e%3A1&metadata_ca_file=/a&metadata_cert_file=/b&metadata_key_file=/c",
     "memory://?capacity_gb=1",
 ]
 
@@ -68,6 +71,19 @@ BAD = [
     ("s3://host:9000/bucket", "endpoint"),
     ("mooncake://host", "host and port"),
     ("mooncake://host:1?metadata=ftp://x", "metadata"),
+    ("mooncake://host:1?metadata=redis://x:6379", "metadata is none"),
+    ("mooncake://host:1?metadata=http://", "metadata needs a host"),
+    ("mooncake://host:1?metadata=etcd://host", "etcd://host:port"),
+    ("mooncake://host:1?metadata=etcd://host:x", "etcd://host:port"),
+    ("mooncake://host:1?metadata=etcd://a:1,b", "etcd://host:port"),
+    ("mooncake://host:1?metadata=etcd://https://a:1", "etcds://host:port"),
+    ("mooncake://host:1?metadata=etcd://kv:hunter2@a:1", "metadata_password_file"),
+    ("mooncake://host:1?metadata_user=kv&metadata_password_file=/x", "is for an etcd"),
+    ("mooncake://host:1?metadata=http://h/m&metadata_user=kv&metadata_password_file=/x", "is for an etcd"),
+    ("mooncake://host:1?metadata=etcd://a:1&metadata_user=kv", "given together"),
+    ("mooncake://host:1?metadata=etcds://a:1&metadata_cert_file=/x", "given together"),
+    ("mooncake://host:1?metadata=etcd://a:1&metadata_ca_file=/x", "is for TLS"),
+    ("redis://host?metadata_user=kv", "metadata_user is no option of redis"),
     ("mooncake://host:1?protocol=ib", "protocol"),
     ("memory://x?capacity_gb=1", "no place"),
     ("disk:///x?store=sometimes&capacity_gb=1", "store"),
@@ -94,6 +110,29 @@ def test_a_password_in_a_url_is_refused_and_not_shown(scheme: str) -> None:
     assert "hunter2" not in str(plain.value)
 
 
+def test_a_password_of_etcd_is_refused_and_not_shown() -> None:
+    for options in ("metadata=etcd://kv:hunter2@a:1", "metadata=kv:hunter2@a:1", "metadata_password=hunter2"):
+        with pytest.raises(ConfigError) as caught:
+            parse_tier(f"mooncake://host:1?{options}")
+        assert "hunter2" not in str(caught.value)
+
+
+def test_how_mooncake_reaches_its_etcd(tmp_path: Path) -> None:
+    """Its own client does where there is no user and no TLS."""
+    plain = parse_tier("mooncake://host:1?metadata=etcd://a:1,b:2/")
+    assert (plain.metadata_members, mooncake_metadata(plain)) == ([], "etcd://a:1,b:2")
+    assert mooncake_metadata(parse_tier("mooncake://host:1?metadata=http://a:1/metadata")) == "http://a:1/metadata"
+    assert mooncake_metadata(parse_tier("mooncake://host:1")) == "P2PHANDSHAKE"
+    password = tmp_path / "pw"
+    password.write_text("hunter2\n")
+    user = f"metadata_user=kv&metadata_password_file={password}"
+    access = mooncake_metadata(parse_tier(f"mooncake://host:1?metadata=etcd://a:1,b:2&{user}"))
+    assert access == EtcdAccess(["a:1", "b:2"], user="kv", password="hunter2")
+    access = mooncake_metadata(parse_tier(f"mooncake://host:1?metadata=etcds://a:1&{user}&metadata_ca_file=/ca"))
+    assert access == EtcdAccess(["a:1"], is_tls=True, user="kv", password="hunter2", ca_file="/ca")
+    assert mooncake_metadata(parse_tier("mooncake://host:1?metadata=etcds://a:1")) == EtcdAccess(["a:1"], is_tls=True)
+
+
 @pytest.mark.process
 def test_stores_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     password = tmp_path / "pw"
@@ -105,6 +144,10 @@ def test_stores_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (f"redis://127.0.0.1:1?password_file={password}", RedisTier),
         (f"s3://bucket?endpoint=http://127.0.0.1:1&region=x&credentials_file={credentials}", S3Tier),
         ("mooncake://127.0.0.1:1", MooncakeTier),
+        (
+            f"mooncake://127.0.0.1:1?metadata=etcds://127.0.0.1:1&metadata_user=kv&metadata_password_file={password}",
+            MooncakeTier,
+        ),
         ("memory://?capacity_gb=0.1&name=fake", MemoryTier),
     ]
     for text, kind in opened:
@@ -124,6 +167,11 @@ def test_secrets_that_cannot_be_read(tmp_path: Path) -> None:
         (f"redis://h?password_file={tmp_path}/none", "cannot be read"),
         ("redis://h?password_env=NOBODY_SET_THIS", "not set"),
         (f"s3://b?credentials_file={short}", "has 1 lines"),
+        (
+            f"mooncake://h:1?metadata=etcd://h:1&metadata_user=kv&metadata_password_file={tmp_path}/none",
+            "cannot be read",
+        ),
+        (f"mooncake://h:1?metadata=etcds://h:1&metadata_ca_file={tmp_path}/none", "metadata_ca_file"),
     ):
         with pytest.raises(ConfigError, match=says):
             open_tier(parse_tier(text))

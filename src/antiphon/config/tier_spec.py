@@ -38,6 +38,11 @@ _OPTION_SCHEMES: Final[dict[str, tuple[str, ...]]] = {
     "credentials_file": ("s3",),
     "virtual_host": ("s3",),
     "metadata": ("mooncake",),
+    "metadata_user": ("mooncake",),
+    "metadata_password_file": ("mooncake",),
+    "metadata_ca_file": ("mooncake",),
+    "metadata_cert_file": ("mooncake",),
+    "metadata_key_file": ("mooncake",),
     "local_host": ("mooncake",),
     "segment_gb": ("mooncake",),
     "protocol": ("mooncake",),
@@ -112,8 +117,25 @@ class TierSpec(SpecModel):
     )
     metadata: str = Field(
         default="P2PHANDSHAKE",
-        pattern=r"^(P2PHANDSHAKE|(https?|etcd|redis)://[^\s@]+)$",
-        description="Mooncake: URL of its metadata server, http or etcd, or P2PHANDSHAKE for none.",
+        min_length=1,
+        max_length=2048,
+        description="Mooncake: its metadata server, http://host:port/metadata or etcd://host:port, or P2PHANDSHAKE for "
+        "none. etcds:// is etcd over TLS; the members of an etcd are separated by commas. No password stands in it.",
+    )
+    metadata_user: str | None = Field(default=None, min_length=1, description="Mooncake: user of etcd.")
+    metadata_password_file: str | None = Field(
+        default=None, min_length=1, description="Mooncake: file with the password of that user."
+    )
+    metadata_ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Mooncake, etcds: certificates to check etcd against (default: the system's).",
+    )
+    metadata_cert_file: str | None = Field(
+        default=None, min_length=1, description="Mooncake, etcds: certificate that etcd knows this client by."
+    )
+    metadata_key_file: str | None = Field(
+        default=None, min_length=1, description="Mooncake, etcds: key of that certificate."
     )
     local_host: str = Field(
         default="127.0.0.1",
@@ -158,8 +180,9 @@ class TierSpec(SpecModel):
                 raise ValueError(f"{name} is no option of {parts.scheme}://")
         if parts.fragment:
             raise ValueError("a URL of a tier has no #")
-        if (text := _wrong_place(self)) is not None:
-            raise ValueError(text)
+        for text in (_wrong_place(self), _wrong_metadata(self)):
+            if text is not None:
+                raise ValueError(text)
         if self.password_file is not None and self.password_env is not None:
             raise ValueError("password_file and password_env are both given: give one")
         return self
@@ -188,6 +211,13 @@ class TierSpec(SpecModel):
         return unquote(urlsplit(self.url).path)
 
     @property
+    def metadata_members(self) -> list[str]:
+        """Host and port of each member of an etcd that Mooncake's own client cannot speak to; of others none."""
+        parts = urlsplit(self.metadata)
+        is_ours = parts.scheme == "etcds" or (parts.scheme == "etcd" and self.metadata_user is not None)
+        return parts.netloc.split(",") if is_ours else []
+
+    @property
     def capacity_bytes(self) -> int:
         assert self.capacity_gb is not None, self.url
         return round(self.capacity_gb * GB)
@@ -200,6 +230,16 @@ class TierSpec(SpecModel):
             if name != "url" and getattr(self, name) != type(self).model_fields[name].default
         }
         return f"{self.url}?{urlencode(options, quote_via=quote)}" if options else self.url
+
+    def read_metadata_password(self) -> str:
+        """Of the user of etcd; empty where none is named.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        if self.metadata_password_file is None:
+            return ""
+        return read_key(self.metadata_password_file, "metadata_password_file").decode()
 
     def read_password(self) -> str | None:
         """Of a Redis server; None where none is named.
@@ -256,6 +296,45 @@ def _wrong_place(spec: TierSpec) -> str | None:
         return "write host and port of the master: mooncake://host:50051"
     if scheme == "s3" and port is not None:
         return "the host of an S3 service stands in endpoint"
+    return None
+
+
+def _wrong_metadata(spec: TierSpec) -> str | None:
+    """What is wrong with Mooncake's metadata server and its options; shows no value, which may hold a password."""
+    is_etcd = spec.metadata.startswith(("etcd://", "etcds://"))
+    given = [name for name in sorted(spec.model_fields_set) if name.startswith("metadata_")]
+    if spec.metadata != "P2PHANDSHAKE":
+        text = _wrong_metadata_url(spec.metadata, is_etcd=is_etcd)
+        if text is not None:
+            return text
+    if given and not is_etcd:
+        return f"{given[0]} is for an etcd: write metadata=etcd://host:port, or etcds://"
+    if (spec.metadata_user is None) != (spec.metadata_password_file is None):
+        return "metadata_user and metadata_password_file are given together"
+    if (spec.metadata_cert_file is None) != (spec.metadata_key_file is None):
+        return "metadata_cert_file and metadata_key_file are given together"
+    is_tls = spec.metadata.startswith("etcds://")
+    for name in ("metadata_ca_file", "metadata_cert_file"):
+        if getattr(spec, name) is not None and not is_tls:
+            return f"{name} is for TLS: write metadata=etcds://host:port"
+    return None
+
+
+def _wrong_metadata_url(url: str, *, is_etcd: bool) -> str | None:
+    parts = urlsplit(url)
+    if "@" in url:
+        return "metadata is shown in logs: write metadata_user and metadata_password_file instead"
+    if any(letter.isspace() for letter in url) or parts.scheme not in ("http", "https", "etcd", "etcds"):
+        return "metadata is none: write http://host:port/metadata, etcd://host:port, etcds://host:port or P2PHANDSHAKE"
+    if not is_etcd:
+        return None if parts.netloc else "metadata needs a host"
+    members = [urlsplit(f"//{member}") for member in parts.netloc.split(",")]
+    try:
+        is_whole = all(member.hostname and member.port for member in members)
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.path not in ("", "/") or parts.query or parts.fragment:
+        return "metadata names no etcd: write etcd://host:port or etcds://host:port, members separated by commas"
     return None
 
 

@@ -30,6 +30,11 @@ MOONCAKE_OPTIONS = {
     "extra_config.device_name": "devices",
     "extra_config.global_segment_size": "segment_gb",
     "extra_config.transfer_timeout": "timeout_s",
+    "extra_config.metadata_user": "metadata_user",
+    "extra_config.metadata_password_file": "metadata_password_file",
+    "extra_config.metadata_ca_file": "metadata_ca_file",
+    "extra_config.metadata_cert_file": "metadata_cert_file",
+    "extra_config.metadata_key_file": "metadata_key_file",
 }
 """Options of a Mooncake store, by the option of the tier that they are."""
 MASTER = "extra_config.master_server_address"
@@ -104,13 +109,18 @@ KEYS: dict[str, Key] = {
     "enable_p2p": _refused("bool", "cache servers that ask each other", "peers", False),
     "enable_blending": _refused("bool", "reuse of what is no prefix", "blending", False),
     "extra_config.local_hostname": _mooncake("text", "its local_host: of every node that reads the file"),
-    "extra_config.metadata_server": _mooncake("text", "its metadata: http, etcd or P2PHANDSHAKE"),
+    "extra_config.metadata_server": _mooncake("text", "its metadata: http, etcd, etcds or P2PHANDSHAKE"),
     "extra_config.protocol": _mooncake("text", "its protocol: tcp or rdma"),
     "extra_config.device_name": _mooncake("text", "its devices"),
     "extra_config.master_server_address": _mooncake("text", "its master, which goes before the host in remote_url"),
     "extra_config.global_segment_size": _mooncake("int", "its segment_gb, in bytes"),
     "extra_config.local_buffer_size": _ignored("int", "room is laid out for the chunks of a call"),
     "extra_config.transfer_timeout": _mooncake("int", "its timeout_s"),
+    "extra_config.metadata_user": _mooncake("text", "the user of etcd; no key of LMCache's"),
+    "extra_config.metadata_password_file": _mooncake("text", "file with its password; no key of LMCache's"),
+    "extra_config.metadata_ca_file": _mooncake("text", "to check etcd by, with etcds://; no key of LMCache's"),
+    "extra_config.metadata_cert_file": _mooncake("text", "to be known by, with etcds://; no key of LMCache's"),
+    "extra_config.metadata_key_file": _mooncake("text", "key of that certificate; no key of LMCache's"),
 }
 """Every key that is known, those inside ``extra_config`` by their path."""
 CONNECTOR_KEYS: dict[str, Key] = {

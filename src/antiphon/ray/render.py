@@ -21,6 +21,8 @@ from antiphon.ray.serve_file import IMPORT_PATH
 
 _IN_CONFIG = frozenset({*kwargs.POOL_FIELDS.values(), "args", "env", "replicas", "hosts", "bind", "devices"})
 """Fields of a pool that have a place in its config, or none."""
+_ELSEWHERE = frozenset(("name", "model", "engine", *POOLS))
+"""Sections of a spec that have a place in Ray's schema."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _antiphon(spec: Spec) -> dict[str, Any]:
         section = {name: value for name, value in _changed(spec.pool(pool)).items() if name not in _IN_CONFIG}
         if section:
             own[pool] = section
-    for name in ("handoff", "cache", "router", "supervisor"):
+    for name in [name for name in Spec.model_fields if name not in _ELSEWHERE]:
         section = {
             field: value
             for field, value in _changed(getattr(spec, name)).items()

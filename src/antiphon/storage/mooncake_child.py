@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -48,7 +47,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSetup:
-    """What this process is told at its start, as JSON in its first argument.
+    """What this process is told at its start: JSON, the first message on its socket, which no other user can read.
 
     Args:
         parent_pid: ends this process by its end.
@@ -143,11 +142,14 @@ def _serve(client: _Client, link: socket.socket, num_threads: int) -> None:
 def main() -> None:
     """Serves until the socket ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup = MooncakeSetup(**json.loads(sys.argv[1]))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != setup.parent_pid:
-        return
     with socket.socket(fileno=os.dup(0)) as link:
+        told = link.recv(MESSAGE_MAX_BYTES)
+        if not told:
+            return
+        setup = MooncakeSetup(**json.loads(told))
+        if os.getppid() != setup.parent_pid:
+            return
         client = _Client(setup)
         _serve(client, link, setup.num_slots)
 

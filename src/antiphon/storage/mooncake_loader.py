@@ -1,4 +1,4 @@
-"""Where the libraries of Mooncake are found.
+"""What a process needs before Mooncake's client can start in it: where its libraries are, and a port.
 
 Mooncake needs ``libibverbs.so.1`` also where it only uses TCP. Where the system has none, the one that NIXL's package
 brings serves: it has another file name, so that the loader is shown a link to it. The loader reads its path when a
@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Final
 
-__all__ = ["loader_environment"]
+__all__ = ["free_port", "loader_environment"]
 
 _LIBRARY: Final = "libibverbs.so.1"
 _BESIDE: Final = ("nixl_cu12", "nixl_cu13")
@@ -30,6 +31,15 @@ def loader_environment(environment: dict[str, str]) -> dict[str, str]:
     folder = _link_folder(library)
     path = ":".join(filter(None, (environment.get("LD_LIBRARY_PATH"), str(folder), str(library.parent))))
     return {**environment, "LD_LIBRARY_PATH": path}
+
+
+def free_port(host: str) -> int:
+    """A port of this machine's address ``host`` that nothing listens on. Mooncake cannot be given 0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _has_library() -> bool:

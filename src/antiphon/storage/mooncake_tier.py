@@ -34,9 +34,10 @@ from typing import Final
 from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierUnavailable
 from antiphon.core.units import MIB, align_up
 from antiphon.storage.calls import Deadline
+from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
 from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.mooncake_child import ANSWER, CALL, MESSAGE_MAX_BYTES, MooncakeSetup, Operation
-from antiphon.storage.mooncake_loader import loader_environment
+from antiphon.storage.mooncake_loader import free_port, loader_environment
 from antiphon.storage.record import HEAD_BYTES, RecordReader, RecordWriter, record_bytes
 from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
@@ -65,7 +66,7 @@ class MooncakeTierOptions:
 
     Args:
         master: host and port.
-        metadata: URL of an HTTP or etcd metadata server, or ``P2PHANDSHAKE``.
+        metadata: URL of an HTTP or etcd metadata server, ``P2PHANDSHAKE``, or an etcd with users or TLS.
         local_host: address of this machine that other nodes of the store reach.
         segment_bytes: memory of this process's child that it gives to the store; 0: others give it.
         protocol: ``tcp`` or ``rdma``.
@@ -77,7 +78,7 @@ class MooncakeTierOptions:
     """
 
     master: str
-    metadata: str = "P2PHANDSHAKE"
+    metadata: str | EtcdAccess = "P2PHANDSHAKE"
     local_host: str = "127.0.0.1"
     segment_bytes: int = 0
     protocol: str = "tcp"
@@ -93,11 +94,12 @@ class _Child:
 
     Args:
         options: of the tier.
+        metadata: for its setup.
         memory_fd: of the slots.
         slot_bytes: of each.
     """
 
-    def __init__(self, options: MooncakeTierOptions, memory_fd: int, slot_bytes: int) -> None:
+    def __init__(self, options: MooncakeTierOptions, metadata: str, memory_fd: int, slot_bytes: int) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[Future[list[int]], float]] = {}
@@ -110,8 +112,8 @@ class _Child:
             memory_fd=memory_fd,
             num_slots=options.num_threads,
             slot_bytes=slot_bytes,
-            local_host=f"{options.local_host}:{_free_port(options.local_host)}",
-            metadata=options.metadata,
+            local_host=f"{options.local_host}:{free_port(options.local_host)}",
+            metadata=metadata,
             master=options.master,
             segment_bytes=options.segment_bytes,
             protocol=options.protocol,
@@ -119,7 +121,7 @@ class _Child:
         )
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "antiphon.storage.mooncake_child", setup.to_json()],
+                [sys.executable, "-m", "antiphon.storage.mooncake_child"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -127,6 +129,8 @@ class _Child:
                 env=_environment(options),
                 start_new_session=True,
             )
+        with contextlib.suppress(OSError):  # it has ended, which the reader notices
+            self._link.send(setup.to_json().encode())
         self._reader = threading.Thread(target=self._read, name="antiphon-tier-mooncake-answers", daemon=True)
         self._reader.start()
 
@@ -187,7 +191,7 @@ class MooncakeTier:
         options: where the store is.
 
     Raises:
-        ConfigError: Mooncake is not installed.
+        ConfigError: Mooncake is not installed, or a certificate or key of etcd cannot be used.
     """
 
     def __init__(self, name: str, options: MooncakeTierOptions) -> None:
@@ -198,6 +202,9 @@ class MooncakeTier:
             )
         self.name = name
         self._options = options
+        given = options.metadata
+        self._etcd = EtcdMetadata(given) if isinstance(given, EtcdAccess) else None
+        self._metadata = given if isinstance(given, str) else self._etcd.url if self._etcd else ""
         self._slot_bytes = align_up(HEAD_BYTES + options.chunk_bytes_max, mmap.PAGESIZE)
         self._memory_fd = os.memfd_create("antiphon-mooncake", os.MFD_CLOEXEC)
         total_bytes = options.num_threads * self._slot_bytes
@@ -311,6 +318,8 @@ class MooncakeTier:
             self._is_closed = True
             self._changed.notify_all()
         self._keeper.join()
+        if self._etcd is not None:
+            self._etcd.close()
         if self._memory_fd >= 0:
             os.close(self._memory_fd)
             self._memory_fd = -1
@@ -382,7 +391,7 @@ class MooncakeTier:
     def _keep(self) -> None:
         """Has a child that works, until the tier is closed."""
         while True:
-            child = _Child(self._options, self._memory_fd, self._slot_bytes)
+            child = _Child(self._options, self._metadata, self._memory_fd, self._slot_bytes)
             with self._changed:
                 self._child = child
                 self._changed.notify_all()
@@ -401,15 +410,6 @@ class MooncakeTier:
                 if child.ready.done() and child.ready.exception() is None and child.ready.result() != [0]:
                     return
                 self._changed.wait(0.2)
-
-
-def _free_port(host: str) -> int:
-    """A port that nothing listens on. Mooncake cannot be given 0."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _environment(options: MooncakeTierOptions) -> dict[str, str]:

@@ -5,6 +5,7 @@ No record, no digest, no deadline, no index: payloads go out and come back, noth
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import mmap
@@ -20,7 +21,9 @@ from urllib.parse import urlsplit
 
 from antiphon.config.tier_spec import TierSpec
 from antiphon.core.errors import StartError
-from antiphon.storage.mooncake_loader import loader_environment
+from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
+from antiphon.storage.mooncake_loader import free_port, loader_environment
+from antiphon.storage.tiers import mooncake_metadata
 
 __all__ = ["PlainCalls", "mooncake_rates", "plain_calls"]
 
@@ -148,18 +151,30 @@ def mooncake_rates(spec: TierSpec, num_chunks: int, chunk_bytes: int, num_thread
 
     Raises:
         StartError: its client cannot do it.
+        ConfigError: a file that its metadata server needs cannot be used.
     """
-    from antiphon.storage.mooncake_tier import _free_port
+    given = mooncake_metadata(spec)
+    with contextlib.ExitStack() as after:
+        if isinstance(given, EtcdAccess):
+            server = EtcdMetadata(given)
+            after.callback(server.close)
+            given = server.url
+        return _mooncake_rates(spec, given, num_chunks, chunk_bytes, num_threads)
 
+
+def _mooncake_rates(
+    spec: TierSpec, metadata: str, num_chunks: int, chunk_bytes: int, num_threads: int
+) -> tuple[float, float]:
     told = {
-        "setup": [f"{spec.local_host}:{_free_port(spec.local_host)}", spec.metadata, 0, 16 << 20, spec.protocol],
+        "setup": [f"{spec.local_host}:{free_port(spec.local_host)}", metadata, 0, 16 << 20, spec.protocol],
         "more": [spec.devices, urlsplit(spec.url).netloc],
         "num_chunks": num_chunks,
         "chunk_bytes": chunk_bytes,
         "num_threads": num_threads,
     }
     ran = subprocess.run(
-        [sys.executable, "-m", "antiphon.storage.plain_calls", json.dumps(told)],
+        [sys.executable, "-m", "antiphon.storage.plain_calls"],
+        input=json.dumps(told),
         capture_output=True,
         text=True,
         timeout=_SCRIPT_TIMEOUT_S,
@@ -201,6 +216,6 @@ def _mooncake_main(told: dict[str, Any]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_mooncake_main(json.loads(sys.argv[1]))) + "\n")
+    sys.stdout.write(json.dumps(_mooncake_main(json.load(sys.stdin))) + "\n")
     sys.stdout.flush()
     os._exit(0)  # Mooncake's exit handlers may hang

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from antiphon.config.tier_spec import GB, TierSpec
 from antiphon.core.errors import ConfigError
 from antiphon.storage.tier import TierStore
 
-__all__ = ["open_tier"]
+if TYPE_CHECKING:
+    from antiphon.storage.etcd_metadata import EtcdAccess
+
+__all__ = ["mooncake_metadata", "open_tier"]
 
 
 def open_tier(spec: TierSpec) -> TierStore:
@@ -90,6 +94,27 @@ def _s3(spec: TierSpec) -> TierStore:
     )
 
 
+def mooncake_metadata(spec: TierSpec) -> str | EtcdAccess:
+    """The metadata server of a Mooncake store.
+
+    Raises:
+        ConfigError: a password cannot be read.
+    """
+    if not spec.metadata_members:
+        return spec.metadata.rstrip("/") if spec.metadata.startswith("etcd") else spec.metadata
+    from antiphon.storage.etcd_metadata import EtcdAccess
+
+    return EtcdAccess(
+        endpoints=spec.metadata_members,
+        is_tls=spec.metadata.startswith("etcds://"),
+        user=spec.metadata_user or "",
+        password=spec.read_metadata_password(),
+        ca_file=spec.metadata_ca_file or "",
+        cert_file=spec.metadata_cert_file or "",
+        key_file=spec.metadata_key_file or "",
+    )
+
+
 def _mooncake(spec: TierSpec) -> TierStore:
     from antiphon.storage.mooncake_tier import MooncakeTier, MooncakeTierOptions
 
@@ -97,7 +122,7 @@ def _mooncake(spec: TierSpec) -> TierStore:
         spec.tier_name,
         MooncakeTierOptions(
             master=urlsplit(spec.url).netloc,
-            metadata=spec.metadata,
+            metadata=mooncake_metadata(spec),
             local_host=spec.local_host,
             segment_bytes=round(spec.segment_gb * GB),
             protocol=spec.protocol,
