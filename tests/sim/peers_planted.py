@@ -1,4 +1,5 @@
-"""Bugs to plant for the length of a test: in the directory, in what is lent, and in what a pull believes."""
+"""Bugs to plant for the length of a test: in the directory, in what is lent, in what a pull believes, and in what a
+lookup waits for."""
 
 from __future__ import annotations
 
@@ -8,12 +9,18 @@ from typing import Any
 import pytest
 
 from antiphon.cache import lending
+from antiphon.cache.awaiting import Awaiting
+from antiphon.cache.events import ConnectionId
 from antiphon.cache.index import Chunk
-from antiphon.cache.lending import Shelf, Wanted
+from antiphon.cache.lending import Loan, Shelf, Wanted
+from antiphon.cache.onboarding import Onboardings
 from antiphon.cache.tier_key import Meaning, TierKey, meaning_of
+from antiphon.cache_server import peer_lending
+from antiphon.cache_server.peer_expected import Expectations
 from antiphon.cache_server.peer_lending import Lender
 from antiphon.cache_server.peer_pull import Action, Ended, Verify, Whereabouts, pull
 from antiphon.coordinator.directory import Directory, Member
+from antiphon.core.chunks import ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.errors import StaleHandle
 from antiphon.core.namespace import NamespaceDigest
@@ -87,6 +94,44 @@ def removed_chunks_stay_on_the_shelf(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shelf, "_removed", lambda self, key: None)
 
 
+def what_nobody_stores_is_expected_for_ever(patch: pytest.MonkeyPatch) -> None:
+    answered = Expectations.answered
+
+    def hoping(self: Expectations, chunks: Any, states: Sequence[str], now_s: float) -> list[bytes]:
+        return answered(self, chunks, ["reserved" if state == "unseen" else state for state in states], now_s)
+
+    patch.setattr(Expectations, "answered", hoping)
+
+
+def servers_that_do_not_answer_are_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Expectations, "lost", lambda self, chunks: None)
+
+
+def lookups_outlive_their_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Onboardings, "end_overdue", lambda self: self.awaiting.look())
+
+
+def commits_wake_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Awaiting, "stored", lambda self, key: None)
+
+
+def reserved_chunks_are_handed_over(patch: pytest.MonkeyPatch) -> None:
+    def as_readable(shelf: Shelf, tier_key: TierKey, key: ChunkKey) -> str:
+        return "readable" if key in shelf._cache._books.index.chunks else "unseen"
+
+    def whatever_its_state(shelf: Shelf, borrower: ConnectionId, key: TierKey, wanted: Wanted) -> Loan | None:
+        books = shelf._cache._books
+        chunk = next((each for each in books.index.chunks.values() if shelf._key_of(each) == key), None)
+        if chunk is None or not lending.is_meant(chunk, wanted):
+            return None
+        books.lease(chunk)
+        lease = books.leases.open(books.connections.get(borrower), key.hex(), (chunk,), books.now_s)
+        return Loan(lease.id, chunk.region, wanted.num_bytes)
+
+    patch.setattr(peer_lending, "held_state", as_readable)
+    patch.setattr(peer_lending, "lend", whatever_its_state)
+
+
 BUGS: list[Plant] = [
     directory_is_not_fenced_by_incarnation,
     bytes_of_another_layout_are_lent,
@@ -94,4 +139,9 @@ BUGS: list[Plant] = [
     lost_changes_are_not_told,
     loans_outlive_their_connection,
     removed_chunks_stay_on_the_shelf,
+    what_nobody_stores_is_expected_for_ever,
+    servers_that_do_not_answer_are_waited_for,
+    lookups_outlive_their_deadline,
+    commits_wake_nobody,
+    reserved_chunks_are_handed_over,
 ]

@@ -7,12 +7,12 @@ so that the holder takes the loan back, and what still comes is not taken up.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import Protocol
 
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.lending import Wanted
 from antiphon.cache.tier_key import TierKey
 from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, pull
-from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import PeerTimeout, PeerUnavailable
 from antiphon.protocol import peers as wire
 from antiphon.sim.peers_net import Network, Pipe
@@ -30,6 +30,12 @@ STALL_S = (0.05, 0.9)
 FindServer = Callable[[str], SimServer | None]
 
 
+class PullEnded(Protocol):
+    """Told how a pull ended."""
+
+    def __call__(self, *, is_here: bool) -> None: ...
+
+
 class SimPull:
     """One pull of one chunk into one reserved region.
 
@@ -37,28 +43,35 @@ class SimPull:
         network: of the simulation.
         server: that pulls.
         find: the life of a server that runs now.
-        key: of the chunk.
-        region: reserved for it.
+        wanted: tier key of the chunk, and the region reserved for it.
+        ended: told whether the chunk is in the region, for good.
     """
 
     def __init__(
-        self, network: Network, server: SimServer, find: FindServer, key: ChunkKey, region: RegionHandle
+        self,
+        network: Network,
+        server: SimServer,
+        find: FindServer,
+        wanted: tuple[TierKey, RegionHandle],
+        ended: PullEnded,
     ) -> None:
         self._network = network
         self._timeline = network.timeline
         self._server = server
         self._find = find
-        self._region = region
-        self._key = server.tier_key_of(key)
-        wanted = Wanted(NAMESPACE, server.layout.fingerprint, CHUNK_BYTES)
+        self._key, self._region = wanted
+        self._ended = ended
+        meant = Wanted(NAMESPACE, server.layout.fingerprint, CHUNK_BYTES)
         self._pulling: Generator[Action, Ended, bool] = pull(
-            server.where, self._key, wanted, lambda: self._timeline.now_s
+            server.where, self._key, meant, lambda: self._timeline.now_s
         )
         self._step = 0
         self._pipe: Pipe | None = None
         self._holder: SimServer | None = None
-        assert server.member is not None
-        server.member.ask([self._key], self._located)
+        if server.member is None or server.where.is_known(self._key, self._timeline.now_s):
+            server.process.after(0.0, lambda: self._go_on(None))
+        else:
+            server.member.ask([self._key], self._located)
 
     def _located(self, answer: wire.Message | None) -> None:
         if isinstance(answer, wire.Located):
@@ -92,9 +105,7 @@ class SimPull:
             self._pipe.end()
         if is_here:
             self._timeline.count("pulled", self._server.host)
-            self._server.commit(self._region)
-        else:
-            self._server.abort(self._region)
+        self._ended(is_here=is_here)
 
     def _by(self, timeout_s: float) -> Callable[[Ended], None]:
         """Takes the answer of this step once; without one in time the step ends by a timeout."""
@@ -157,13 +168,15 @@ class SimPull:
                 answered(PeerUnavailable("the holder is gone"))
                 return
             if not self._timeline.is_calm and chance.random() < FLIP_SHARE:
-                self._server.memory[self._region.offset_bytes + chance.randrange(CHUNK_BYTES)] ^= 1 << chance.randrange(
-                    8
-                )
+                place = self._region.offset_bytes + chance.randrange(CHUNK_BYTES)
+                self._server.memory[place] ^= 1 << chance.randrange(8)
+                self._timeline.count("read flipped")
             answered(None)
 
         def first() -> None:
             copy(0, half)
+            if stall_s:
+                self._timeline.count("read stalled")
             self._server.process.after(stall_s + chance.expovariate(1 / READ_MEAN_S), second)
 
         self._server.process.after(chance.expovariate(1 / READ_MEAN_S), first)

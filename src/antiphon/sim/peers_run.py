@@ -2,7 +2,7 @@
 
 Safety: faults and wants; whatever is readable has the right bytes, and the directory holds of each member what that
 life of it told. Liveness: no more faults; the directory becomes what the servers hold, a chunk of one is pulled by
-another, and no loan is left.
+another, what is handed over arrives whole, and no loan or lookup that waits is left.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from antiphon.coordinator.directory import DirectoryOptions
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.sim.peers_coordinator import HOST, SimCoordinator
+from antiphon.sim.peers_handover import SimHandover
 from antiphon.sim.peers_net import Network, Pipe
 from antiphon.sim.peers_pulls import SimPull
 from antiphon.sim.peers_server import CHUNK_BYTES, SimServer
+from antiphon.sim.peers_tier import SimPeerTier
 from antiphon.sim.seeds import SeedResult, run_consecutive
 from antiphon.sim.timeline import CheckFailed, Timeline
 
@@ -26,8 +28,12 @@ SAFETY_S = 12.0
 NUM_ACTIONS = (150, 300)
 NUM_FAULTS = (6, 16)
 NUM_KEYS = 24
+NUM_HANDED_KEYS = 60
 CALM_S = 12.0
 """Virtual seconds after the last fault within which all must be in step: many times the longest retry."""
+
+HANDED_OVER_S = 1.0
+"""Within so long two chunks are handed over where nothing is wrong."""
 
 PLAIN = ChunkLayout(2, CHUNK_BYTES // 2)
 PACKED = ChunkLayout(1, CHUNK_BYTES, "packed")
@@ -41,6 +47,9 @@ class PeersWorld:
         chance = self.timeline.random
         self.network = Network(self.timeline)
         self.keys = [ChunkKey(hashlib.sha256(b"%d" % number).digest()) for number in range(NUM_KEYS)]
+        self.handed_keys: list[ChunkKey] = []
+        """Of the last hand-overs."""
+        self._num_handovers = 0
         self._num_lives = 0
         self._options = DirectoryOptions(
             placements_max=chance.choice((12, 10_000)), heartbeat_timeout_s=1.5, holders_per_key_max=2
@@ -65,6 +74,7 @@ class PeersWorld:
         self._num_lives += 1
         server = SimServer(self.timeline, name, f"life{self._num_lives}", layout, self.timeline.random.randint(5, 12))
         self.servers[name] = server
+        server.serve_tier(SimPeerTier(self.network, server, self.servers.get).run)
         server.join(lambda: self._connect(server))
         self.timeline.note(f"{server.process.name} starts")
 
@@ -84,7 +94,9 @@ class PeersWorld:
         roll = chance.random()
         if not server.process.is_running:
             return
-        if roll < 0.35:
+        if roll < 0.12:
+            self._hand_over_any(server)
+        elif roll < 0.4:
             server.store(key)
         elif roll < 0.98:
             self.want(server, key)
@@ -98,7 +110,27 @@ class PeersWorld:
             return
         region = server.reserve(key)
         if region is not None:
-            SimPull(self.network, server, self.servers.get, key, region)
+
+            def ended(*, is_here: bool) -> None:
+                (server.commit if is_here else server.abort)(region)
+
+            SimPull(self.network, server, self.servers.get, (server.tier_key_of(key), region), ended)
+
+    def hand_over(self, names: tuple[str, str], num_chunks: int, *, is_clean: bool = False) -> SimHandover:
+        """An engine of one server hands over to one of another, or of the same."""
+        prefill, decode = (self.servers[name] for name in names)
+        self._num_handovers += 1
+        found = SimHandover(self.timeline, self._num_handovers, (prefill, decode), num_chunks, is_clean=is_clean)
+        self.handed_keys = [*self.handed_keys, *found.keys][-NUM_HANDED_KEYS:]
+        return found
+
+    def _hand_over_any(self, prefill: SimServer) -> None:
+        """To a server whose engines have the same layout: others would compute it all."""
+        chance = self.timeline.random
+        names = [name for name, each in self.servers.items() if each.layout == prefill.layout]
+        decode = self.servers[chance.choice(names)]
+        if decode.process.is_running:
+            self.hand_over((prefill.host, decode.host), chance.choice((1, 2, 3, 6)))
 
     def fault(self) -> None:
         """Something goes wrong."""
@@ -117,7 +149,7 @@ class PeersWorld:
         if kind in ("kill", "storm"):
             self.timeline.after(0.5 * for_s * chance.random(), lambda: self._kill(server))
         if kind == "stop":
-            server.process.stop()
+            server.stop()
             self.timeline.after(for_s, server.process.resume)
         if kind == "stop coordinator":
             process = self.coordinator.process
@@ -145,7 +177,7 @@ class PeersWorld:
     def check_all_bytes(self) -> None:
         """Every chunk that any server reports has the right bytes."""
         for server in self.servers.values():
-            for key in self.keys:
+            for key in [*self.keys, *self.handed_keys]:
                 server.read(key)
 
     def check_in_step(self) -> None:
@@ -200,6 +232,11 @@ def _liveness(world: PeersWorld) -> None:
     timeline.run_until(timeline.now_s + CALM_S)
     world.check_all_bytes()
     world.check_in_step()
+    for names in (("a", "b"), ("a", "a")):
+        handover = world.hand_over(names, 2, is_clean=True)
+        timeline.run_until(timeline.now_s + HANDED_OVER_S)
+        if handover.num_found != 2:
+            raise CheckFailed(f"{handover.num_found} of 2 chunks were handed over from {names[0]} to {names[1]}")
     if world.is_bounded:
         return
     one, other = world.servers["a"], world.servers["b"]

@@ -9,10 +9,11 @@ would: leases are what keeps them right, and the digest is what notices where th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TypeVar
 
 from antiphon.cache.arena import RegionHandle
-from antiphon.cache.effects import Attached, Committed, Found, Refused, Reply, Reserved
+from antiphon.cache.effects import Attached, Committed, Found, Onboarded, Refused, Reply, Reserved
 from antiphon.cache.events import (
     Abort,
     Attach,
@@ -25,11 +26,15 @@ from antiphon.cache.events import (
     Release,
     Reserve,
     Tick,
+    TicketId,
 )
 from antiphon.cache.lending import Shelf
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
+from antiphon.cache.tier_jobs import TierJob
 from antiphon.cache.tier_key import TierKey, meaning_of
+from antiphon.cache.tier_options import TierOptions, TiersOptions
+from antiphon.cache_server.peer_expected import Expectations
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
 from antiphon.cache_server.peer_pull import Whereabouts
@@ -45,6 +50,8 @@ CHUNK_BYTES = 32
 ENGINE = ConnectionId(1)
 NAMESPACE = NamespaceDigest(hashlib.sha256(b"simulated").digest())
 QUARANTINE_S = 0.05
+PEER_TIER = TierOptions("peer", store="none", source="peer", is_shared=True, promotion_hits=0, timeout_s=3.0)
+TIERS = TiersOptions((PEER_TIER,), onboard_max_s=9.0)
 WRITE_S = 0.002
 
 R = TypeVar("R")
@@ -85,7 +92,14 @@ class SimServer:
             reserved_share_max=1.0,
             event_log_max=timeline.random.choice((4, 64)),
         )
-        self.cache = Cache(options, first_id=timeline.random.getrandbits(40))
+        self.cache = Cache(options, first_id=timeline.random.getrandbits(40), tiers=TIERS)
+        self._jobs: list[TierJob] = []
+        self._run: Callable[[TierJob], None] = self._jobs.append
+        self.on_onboarded: dict[TicketId, Callable[[Found], None]] = {}
+        """Who is told of the answer to a lookup that waits."""
+        self.early: dict[TicketId, Found] = {}
+        """Answers that came within the step that began to wait."""
+        self.num_stops = 0
         attach = Attach(
             ENGINE, EngineId("e", "i"), "m", options.chunk_size_tokens, layout, tuple(range(layout.num_slabs))
         )
@@ -93,6 +107,7 @@ class SimServer:
         self.shelf = Shelf(self.cache, num_changes_max=timeline.random.choice((4, 64)))
         self.lender = Lender(self.step, self.shelf, options.chunk_size_tokens, 4 * CHUNK_BYTES)
         self.where = Whereabouts(keys_max=16, ttl_s=1.0)
+        self.expected = Expectations()
         self.member: SimMember | None = None
         self._num_borrowers = 0
         self._tick_due_s = float("inf")
@@ -101,14 +116,37 @@ class SimServer:
         """Becomes a member, and stays one."""
         self.member = SimMember(self.timeline, self.process, connect, lambda: Feed(self.shelf, 3, 3))
 
+    def serve_tier(self, run: Callable[[TierJob], None]) -> None:
+        """From now on its tier does jobs, those that wait already among them."""
+        self._run = run
+        for job in self._jobs:
+            run(job)
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.num_stops += 1
+        self.process.stop()
+
     def step(self, event: Event) -> Reply:
-        """One step of the cache."""
-        reply = self.cache.step(event, self.timeline.now_s)[0]
+        """One step of the cache. Who waits for an answer that it brings is told after it."""
+        reply, *notices = self.cache.step(event, self.timeline.now_s)
         due_s = self.cache.next_deadline_s
         if due_s is not None and due_s < self._tick_due_s:
             self._tick_due_s = due_s
             self.process.after(max(0.0, due_s - self.timeline.now_s) + 1e-6, self._tick)
+        for notice in notices:
+            if isinstance(notice, TierJob):
+                self._run(notice)
+            elif isinstance(notice, Onboarded):
+                self._onboarded(notice)
         return reply  # type: ignore[return-value]  # the first effect is the reply
+
+    def _onboarded(self, notice: Onboarded) -> None:
+        answered = self.on_onboarded.pop(notice.ticket, None)
+        if answered is None:
+            self.early[notice.ticket] = notice.found
+        else:
+            answered(notice.found)
 
     def _tick(self) -> None:
         self._tick_due_s = float("inf")
@@ -189,8 +227,10 @@ class SimServer:
         return digest_of(bytes(self.memory[offset : offset + CHUNK_BYTES]))
 
     def check_idle(self) -> None:
-        """No loan, lease or reservation is left."""
+        """No loan, lease, reservation or lookup that waits is left."""
         self.step(Tick())
+        if self.on_onboarded or self.early:
+            raise CheckFailed(f"{self.process.name}: {len(self.on_onboarded)} lookups wait, {len(self.early)} are lost")
         if self.lender.num_loans or self.lender.lent_bytes() or self.cache.leases():
             raise CheckFailed(f"{self.process.name} has {self.lender.num_loans} loans, {self.cache.leases()}")
         self.shelf.follow()

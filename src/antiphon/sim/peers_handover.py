@@ -1,0 +1,198 @@
+"""Hand-overs through the cache in the simulation: one engine stores a prefix, another looks it up at once.
+
+The store is slow, is refused, or ends in its middle with its writer; who looks it up may leave. What must hold:
+
+- The lookup has its answer by its deadline, and soon after what it waits for is known not to come.
+- What it is given is right, byte for byte: nothing that was reserved and not committed.
+- Where nothing goes wrong it is given all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from antiphon.cache.awaiting import UNSEEN_MAX_S
+from antiphon.cache.effects import Attached, Found, LeaseNoted, Onboarding, Reserved
+from antiphon.cache.events import (
+    Attach,
+    Commit,
+    ConnectionId,
+    Detach,
+    EngineId,
+    HandedOver,
+    Lookup,
+    Release,
+    Reserve,
+)
+from antiphon.core.chunks import CHUNK_SIZE_TOKENS, ChunkKey
+from antiphon.protocol.peers import Holder
+from antiphon.sim.peers_server import CHUNK_BYTES, NAMESPACE, SimServer, content_of
+from antiphon.sim.timeline import CheckFailed, Timeline
+
+FIRST_ENGINE: Final = 1_000
+"""Connections of hand-overs are numbered from here on."""
+STORE_S: Final = (0.004, 0.004, 0.004, 0.3)
+"""Mean time of the store of one chunk."""
+HOPELESS_HERE_S: Final = UNSEEN_MAX_S + 0.25
+"""An answer comes so soon after the last chunk that the same server stores: one that nobody is storing when a question
+to the coordinator ends is waited for as one that nobody has begun to store."""
+HOPELESS_S: Final = 4.0
+"""The same where another server has it: a second for what nobody began, two peers that do not answer, a poll."""
+LATE_S: Final = 0.01
+
+
+class SimHandover:
+    """One hand-over.
+
+    Args:
+        timeline: virtual time.
+        number: of it; names its engines and keys.
+        prefill: the server of the engine that stores.
+        decode: the server of the engine that looks up; may be the same. Both have one layout.
+        num_chunks: of the prefix.
+        is_clean: nothing goes wrong with its engines.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        number: int,
+        pair: tuple[SimServer, SimServer],
+        num_chunks: int,
+        *,
+        is_clean: bool = False,
+    ) -> None:
+        self._timeline = timeline
+        self._prefill, self._decode = pair
+        self.keys = tuple(
+            ChunkKey(hashlib.sha256(b"handed over %d %d" % (number, place)).digest()) for place in range(num_chunks)
+        )
+        self._number = number
+        self._connection = ConnectionId(FIRST_ENGINE + 2 * number)
+        self._is_here = pair[0] is pair[1]
+        chance = timeline.random
+        self._dies_at = None if is_clean or chance.random() < 0.6 else chance.randrange(num_chunks + 1)
+        self._leaves_s = None if is_clean or chance.random() < 0.9 else chance.expovariate(20)
+        self._store_s = STORE_S[0] if is_clean else chance.choice(STORE_S)
+        self._onboard_s = chance.choice((0.3, 2.0, 9.0))
+        self._ended_s = float("inf")
+        """When nothing more of it was to come."""
+        self._num_stops = self._decode.num_stops
+        self.num_found: int | None = None
+        """Chunks that the lookup was given; None while it waits, and where it has left."""
+        self.is_over = False
+        self.waited_s = 0.0
+        # The prefill engine answers, and then stores: the lookup may come first.
+        self._prefill.process.on_death.append(self._store_ends)
+        self._prefill.process.after(chance.random() * 0.01, self._reserve)
+        self._decode.process.after(0.002 + chance.random() * 0.01, self._look_up)
+
+    # ---- the engine that stores --------------------------------------------------------------------------------------
+
+    def _attach(self, server: SimServer, role: str, number: int) -> ConnectionId:
+        connection = ConnectionId(self._connection + number)
+        slabs = tuple(range(server.layout.num_slabs))
+        engine = EngineId(f"{role}{self._number}", "i")
+        server.reply(Attach(connection, engine, "m", CHUNK_SIZE_TOKENS, server.layout, slabs), Attached)
+        return connection
+
+    def _reserve(self) -> None:
+        server = self._prefill
+        writer = self._attach(server, "prefill", 0)
+        reply = server.step(Reserve(writer, NAMESPACE, "t", None, self.keys))
+        grants = reply.grants if isinstance(reply, Reserved) else ()
+        if len(grants) < len(self.keys):
+            self._timeline.count("hand-over without room", server.host)
+        for grant in grants:
+            server.write(grant.region, b"\xee" * CHUNK_BYTES)
+        left = [grant.region for grant in grants]
+
+        def store_one() -> None:
+            place = len(grants) - len(left)
+            if self._dies_at is not None and place >= self._dies_at:
+                self._timeline.count("writer died", server.host)
+                left.clear()
+            if not left:
+                server.step(Detach(writer))
+                self._store_ends()
+                return
+            region = left.pop(0)
+            server.write(region, content_of(self.keys[place], server.layout))
+            server.step(Commit(writer, (region,)))
+            server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
+
+        server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
+
+    def _store_ends(self) -> None:
+        """Nothing more is stored."""
+        if self._ended_s == float("inf"):
+            self._ended_s = self._timeline.now_s
+            self._timeline.after(HOPELESS_HERE_S if self._is_here else HOPELESS_S, self._check_hope)
+
+    # ---- the engine that looks up ------------------------------------------------------------------------------------
+
+    def _look_up(self) -> None:
+        server, keys = self._decode, self.keys
+        reader = self._attach(server, "decode", 1)
+        if not self._is_here:
+            holder = Holder(self._prefill.host, self._prefill.incarnation, "")
+            chunks = [(bytes(server.tier_key_of(key)), bytes(key)) for key in keys]
+            server.expected.add(holder, chunks, self._timeline.now_s, self._onboard_s)
+        handed = HandedOver(len(keys), self._is_here)
+        reply = server.step(Lookup(reader, "r", NAMESPACE, "t", keys, self._onboard_s, handed_over=handed))
+        began_s = self._timeline.now_s
+
+        def answered(found: Found) -> None:
+            self.waited_s = self._timeline.now_s - began_s
+            self._answered(reader, found)
+
+        if isinstance(reply, Onboarding):
+            self._timeline.count("hand-over waits", server.host)
+            waits = reply
+            early = server.early.pop(waits.ticket, None)
+            if early is None:
+                server.on_onboarded[waits.ticket] = answered
+                self._timeline.after(waits.wait_s + LATE_S, self._check_deadline)
+                if self._leaves_s is not None:
+                    server.process.after(self._leaves_s, lambda: self._leave(reader, waits))
+                return
+            reply = early
+        assert isinstance(reply, Found), reply
+        answered(reply)
+
+    def _answered(self, reader: ConnectionId, found: Found) -> None:
+        server = self._decode
+        self.is_over = True
+        self.num_found = len(found.regions)
+        self._timeline.count(f"hand-over {'whole' if self.num_found == len(self.keys) else 'in part'}", server.host)
+        for key, region in zip(self.keys, found.regions, strict=False):
+            data = bytes(server.memory[region.offset_bytes : region.offset_bytes + CHUNK_BYTES])
+            if data != content_of(key, server.layout):
+                raise CheckFailed(f"{server.process.name} hands over wrong bytes for chunk {key.hex()[:8]}")
+        if found.lease is not None:
+            server.reply(Release(reader, "r", found.lease), LeaseNoted)
+        server.step(Detach(reader))
+
+    def _leave(self, reader: ConnectionId, waits: Onboarding) -> None:
+        if not self.is_over:
+            self._timeline.count("hand-over left", self._decode.host)
+            self.is_over = True
+            del self._decode.on_onboarded[waits.ticket]
+            self._decode.step(Detach(reader))
+
+    # ---- what must hold ----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_excused(self) -> bool:
+        """Whether it has an answer, or its server is dead or was stopped meanwhile."""
+        server = self._decode
+        return self.is_over or not server.process.is_alive or server.num_stops != self._num_stops
+
+    def _check_deadline(self) -> None:
+        if not self._is_excused:
+            raise CheckFailed(f"a lookup of {self._decode.process.name} waits past its deadline")
+
+    def _check_hope(self) -> None:
+        if not self._is_excused:
+            raise CheckFailed(f"a lookup of {self._decode.process.name} waits for what does not come")
