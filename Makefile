@@ -60,6 +60,7 @@ soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the ro
 	@$(ANTIPHON) sim peers --seeds $(SEEDS)
 	@$(ANTIPHON) sim routing --seeds $(SEEDS) --validate-every 4
 	@ANTIPHON_NUM_ABORTS=$(ABORTS) "$(VENV)/bin/python" -m pytest -q -s tests/process/test_abort_storm.py
+	@ANTIPHON_SOAK=1 "$(VENV)/bin/python" -m pytest -q -s tests/real/test_two_networks.py
 	@"$(VENV)/bin/python" scripts/soak.py --minutes $(MINUTES)
 	@"$(VENV)/bin/python" scripts/flood.py
 	@$(ANTIPHON) sim flood

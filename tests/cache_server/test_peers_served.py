@@ -112,12 +112,12 @@ def test_a_peer_that_dies_or_hangs_slows_no_lookup_but_one(
 ) -> None:
     a, b = start("a"), start("b")
     own = keys_of("own", 4)
-    chains = [keys_of(f"p{chain}", 4) for chain in range(12)]
+    chains = [keys_of(f"p{chain}", 4) for chain in range(32)]
     with a.connect().attach() as on_a, b.connect().attach() as on_b:
         fill(on_b, "own", own)
         for chain, keys in enumerate(chains):
             fill(on_a, f"p{chain}", keys)
-        wait_for(lambda: coordinator.placements() == 4 + 48, "the directory")
+        wait_for(lambda: coordinator.placements() == 4 + 4 * len(chains), "the directory")
         assert onboard(on_b, "p0", chains[0])[0].num_tokens == 4 * 256
 
         def timed(name: str, keys: list[bytes]) -> tuple[int, float]:
@@ -130,15 +130,19 @@ def test_a_peer_that_dies_or_hangs_slows_no_lookup_but_one(
         usual_hit_s = statistics.median(timed("own", own)[1] for _ in range(30))
         usual_miss_s = statistics.median(timed(f"n{each}", keys_of(f"n{each}", 2))[1] for each in range(30))
         a.process.send_signal(number)
-        timed("p1", chains[1])
+        first_s = timed("p1", chains[1])[1]
         hits, misses = [], []
-        for chain in range(2, 12):
+        for chain in range(2, len(chains)):
             num_tokens, took_s = timed("own", own)
             assert num_tokens == 4 * 256
             hits.append(took_s)
             misses.append(timed(f"p{chain}", chains[chain])[1])
+        for what, usual_s, took in (("hit", usual_hit_s, hits), ("miss", usual_miss_s, misses)):
+            p50_s = statistics.median(took)
+            print(f"{what}: usually p50 {usual_s * 1e3:.2f} ms; p50 {p50_s * 1e3:.2f}, most {max(took) * 1e3:.2f} ms")
+        print(f"the first lookup after {number.name}: {first_s * 1e3:.1f} ms")
         assert statistics.median(hits) < usual_hit_s + 0.002
-        assert statistics.median(misses) < usual_miss_s + 0.002 + 0.010  # a question to the coordinator under load
+        assert statistics.median(misses) < usual_miss_s + 0.002
         alone = b.get("/status")["storage_manager"]["l2_tiers"][0]
         assert alone["breaker"] == "closed", "one peer's fault has closed all others out"
 

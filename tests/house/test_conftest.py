@@ -120,6 +120,30 @@ def test_a_skip_is_a_failure_where_nothing_may_be_left_out(is_allowed: bool, tmp
     assert counts in done.stdout
 
 
+def test_a_skip_for_what_the_machine_forbids_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    text = f"""
+        import pytest
+        reason = "{conftest.FORBIDDEN}network namespaces"
+        @pytest.mark.skipif(True, reason=reason)
+        def test_marked():
+            assert False
+        def test_inside():
+            pytest.skip(reason)
+        def test_absent():
+            pytest.skip("needs ip, but not " + reason)
+    """
+    (tmp_path / "test_skips.py").write_text(textwrap.dedent(text))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), f"--rootdir={tmp_path}"]
+    environment = os.environ | {conftest.NO_SKIPS: "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 2 skipped" in done.stdout
+
+
 def test_ci_lets_nothing_be_left_out() -> None:
     assert f"export {conftest.NO_SKIPS}=1\n" in (ROOT / ".ci" / "run").read_text()
 

@@ -35,10 +35,11 @@ def tokens(num: int, seed: int) -> list[int]:
     return [rng.randrange(100, VOCABULARY) for _ in range(num)]
 
 
-def get(url: str, timeout_s: float = 30.0) -> tuple[int, bytes]:
-    """GET; status 0 where nothing answers."""
+def get(url: str, timeout_s: float = 30.0, *, key: str = "") -> tuple[int, bytes]:
+    """GET, with an API key where one is given; status 0 where nothing answers."""
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

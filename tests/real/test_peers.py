@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from tests.observe.collector import HAS_ROTEL, Collector, collector, tree
 from tests.real.deployment import LEASE_S, Deployment, wait_for
 from tests.real.reuse import CHUNK, tokens
-from tests.real.test_by_content import RouterProcess, reset
+from tests.real.test_by_content import MAX_TOKENS, RouterProcess, reset
 from tests.router.stack import quiet_ports
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(600)]
@@ -53,6 +55,7 @@ cache:
   l2: ["disk://{runtime_dir}/kv?capacity_gb=1"]
 router: {{port: {router}}}
 supervisor: {{state_dir: "{state_dir}"}}
+tracing: {{enabled: {is_traced}, otlp_endpoint: "{otlp_endpoint}", otlp_protocol: grpc, metrics_interval_s: 5}}
 """
 POOLS = ("prefill", "decode")
 TAIL = 30
@@ -62,7 +65,10 @@ SETTLE_S = 30.0
 class SharingDeployment(Deployment):
     """One prefill engine, one decode engine, a cache server for each, their coordinator, one router."""
 
-    def __init__(self, folder: Path, short: Path, model: Path, preexec: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, short: Path, model: Path, preexec: Callable[[], None], seen: Collector | None = None
+    ) -> None:
+        self.seen = seen
         first = quiet_ports(12)
         names = ("prefill", "prefill_side", "decode", "decode_side", "router", "coordinator", "coordinator_http")
         self.ports = {name: first + index for index, name in enumerate(names)}
@@ -70,7 +76,9 @@ class SharingDeployment(Deployment):
         self.state_dir = folder / "state"
         self.spec_path = folder / "antiphon.yaml"
         folders = {"state_dir": self.state_dir, "runtime_dir": short}
-        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, **folders, **self.ports))
+        traced = {"is_traced": str(seen is not None).lower()}
+        traced["otlp_endpoint"] = seen.url("grpc") if seen is not None else "http://127.0.0.1:4317"
+        self.spec_path.write_text(SPEC.format(model=model, lease_s=LEASE_S, **folders, **traced, **self.ports))
         self.output = folder / "up.log"
         self.url = f"http://127.0.0.1:{self.ports['router']}"
         self.engine_urls = {pool: f"http://127.0.0.1:{self.ports[pool]}" for pool in POOLS}
@@ -130,8 +138,11 @@ def sharing(
     tmp_path_factory: pytest.TempPathFactory, model: Path, die_with_parent: Callable[[], None]
 ) -> Iterator[SharingDeployment]:
     """The deployment; both servers share, and have pulled a chunk from each other, which connects them."""
-    with tempfile.TemporaryDirectory(prefix="a-") as short:  # a socket's path is short
-        found = SharingDeployment(tmp_path_factory.mktemp("peers"), Path(short), model, die_with_parent)
+    folder = tmp_path_factory.mktemp("peers")
+    with contextlib.ExitStack() as exits:
+        short = exits.enter_context(tempfile.TemporaryDirectory(prefix="a-"))  # a socket's path is short
+        seen = exits.enter_context(collector(folder, die_with_parent)) if HAS_ROTEL else None
+        found = SharingDeployment(folder, Path(short), model, die_with_parent, seen)
         try:
             found.start()
             for pool in POOLS:
@@ -212,21 +223,77 @@ def test_a_hand_over_of_what_decode_has_seen(sharing: SharingDeployment, alone: 
     assert again == text
 
 
+@pytest.mark.skipif(not HAS_ROTEL, reason="needs rotel")
+def test_one_connected_trace_of_a_hand_over_of_what_decode_has_seen(
+    sharing: SharingDeployment, alone: dict[str, RouterProcess]
+) -> None:
+    """From the client's ``traceparent`` through the router, vLLM's own spans of both engines, the lookup of the prefill
+    engine's cache server and what that pulled from the decode engine's."""
+    assert sharing.seen is not None
+    prompt = tokens(2 * CHUNK + TAIL, 5007)
+    text = store(sharing, alone["decode"], prompt)
+    reset(sharing.engine_urls["decode"])
+    trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    header = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+    answer = httpx.post(f"{sharing.url}/v1/completions", json=body, headers=header, timeout=300)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == text
+    receipt = sharing.receipt(answer.headers["x-antiphon-receipt"])
+    assert (receipt["path"], receipt["trace_id"]) == ("pd", trace_id)
+    route = "POST /v1/completions"
+    wanted = {route, "prefill", "hand-over", "decode", "llm_request", "cache.lookup", "peer.pull", "peer.lend"}
+
+    def engines() -> set[str]:
+        return {span.service for span in sharing.seen.trace(trace_id) if span.name == "llm_request"}  # type: ignore[union-attr]
+
+    def num_lent() -> int:
+        return len([span for span in sharing.seen.trace(trace_id) if span.name == "peer.lend"])  # type: ignore[union-attr]
+
+    sharing.seen.wait_trace(trace_id, wanted, SETTLE_S)
+    wait_for(lambda: engines() == {"antiphon-prefill", "antiphon-decode"}, "the spans of both engines", SETTLE_S)
+    wait_for(lambda: num_lent() == 2, "the spans of both loans", SETTLE_S)
+    spans = sharing.seen.trace(trace_id)
+    by_id = {span.span_id: span for span in spans}
+    (root,) = [span for span in spans if span.parent_id not in by_id]
+    assert (root.name, root.parent_id, root.service) == (route, span_id, "antiphon-router"), tree(spans)
+    parents = {(span.service, span.name, by_id[span.parent_id].name) for span in spans if span is not root}
+    expected = {
+        ("antiphon-router", "prefill", route),
+        ("antiphon-router", "hand-over", route),
+        ("antiphon-router", "decode", route),
+        ("antiphon-prefill", "llm_request", "prefill"),
+        ("antiphon-decode", "llm_request", "decode"),
+        ("antiphon-cache-server", "cache.lookup", "prefill"),
+        ("antiphon-cache-server", "peer.pull", "cache.lookup"),
+        ("antiphon-cache-server", "peer.lend", "peer.pull"),
+    }
+    assert expected <= parents, tree(spans)
+    (lookup,) = [span for span in spans if span.name == "cache.lookup" and span["tokens.peer"]]
+    assert lookup["tokens.peer"] == 2 * CHUNK
+    assert root["tokens.peer"] == 2 * CHUNK, "the engines' reports came before the span was sent"
+
+
 def test_after_a_restart_of_its_server_a_prompt_is_loaded_from_the_disk(
     sharing: SharingDeployment, alone: dict[str, RouterProcess]
 ) -> None:
-    prompt = tokens(2 * CHUNK + TAIL, 5006)
+    """A lookup waits for the disk no longer than computing would take, which a busy machine may let pass: of some."""
+    prompts = [tokens(2 * CHUNK + TAIL, 5006 + number) for number in range(4)]
     before = sharing.num_published("decode")
-    text = store(sharing, alone["decode"], prompt)
-    wait_for(lambda: sharing.num_published("decode") >= before + 2, "both chunks are on the disk", SETTLE_S)
+    texts = [store(sharing, alone["decode"], prompt) for prompt in prompts]
+    wait_for(lambda: sharing.num_published("decode") >= before + 8, "all chunks are on the disk", SETTLE_S)
     incarnation = sharing.server("decode")["incarnation"]
     os.kill(sharing.status()["cache-decode"]["pid"], signal.SIGKILL)
     wait_for(lambda: sharing.server("decode").get("incarnation", incarnation) != incarnation, "the next life", SETTLE_S)
     wait_for(lambda: sharing.is_sharing("decode"), "the engine is attached again, and the server shares", SETTLE_S)
     reset(sharing.engine_urls["decode"])
-    again, receipt = alone["decode"].ask(prompt)
-    check(receipt, "l2", 2 * CHUNK)
-    assert again == text
+    answers = [alone["decode"].ask(prompt) for prompt in prompts]
+    assert [text for text, _ in answers] == texts
+    loaded = [receipt for _, receipt in answers if receipt["tokens"]["by_source"]["computed"] < 2 * CHUNK]
+    assert loaded, [receipt["tokens"] for _, receipt in answers]
+    for receipt in loaded:
+        check(receipt, "l2", receipt["tokens"]["by_source"]["l2"])
+    assert max(receipt["tokens"]["by_source"]["l2"] for receipt in loaded) == 2 * CHUNK
 
 
 def test_status_and_the_live_check_know_the_coordinator(sharing: SharingDeployment) -> None:
