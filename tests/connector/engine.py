@@ -37,6 +37,7 @@ class EngineRequest:
     max_new_tokens: int
     salt: int = 0
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
     answered: dict[str, Any] | None = None
     """``kv_transfer_params`` of its answer."""
     num_prompt_tokens: int = 0

@@ -25,6 +25,7 @@ def test_a_receipt_at_its_start() -> None:
         "path": "",
         "reason": "",
         "handoff": "none",
+        "handle": None,
         "num_held_tokens": None,
         "stream": False,
         "client_request_id": None,
@@ -130,3 +131,4 @@ def test_the_hand_over_that_served_is_the_one_that_the_decode_engine_had_tokens_
             "decode", LegTokens("d", "1", 600, 0, 0, num_handed_over, 600 - num_handed_over, 0, "finished")
         )
     assert one.handoff == says
+    assert one.as_dict()["handle"] == one.handed_over_by

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from antiphon.config.router_spec import RouterSpec
+from antiphon.observe.tracing import Tracing
 from antiphon.router.app import Router
 from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.states import EndpointState
@@ -159,14 +160,14 @@ async def engine(script: Callable[[Seen, Wire], Awaitable[None]]) -> AsyncIterat
 
 @contextlib.asynccontextmanager
 async def routing(
-    prefill: list[ScriptedEngine], decode: list[ScriptedEngine], **knobs: object
+    prefill: list[ScriptedEngine], decode: list[ScriptedEngine], tracing: Tracing | None = None, **knobs: object
 ) -> AsyncIterator[Router]:
     """A router before these engines, listening on ``router.spec.port``. It probes them once, and again and again only
     where ``health_interval_s`` is given, so that a test can decide what the registry believes; and it warms pairs only
     where it is told to, so that engines see the requests of the test and no others."""
     values: dict[str, object] = {"port": 0, "drain_timeout_s": 0.0, "warm_pairs": False} | knobs
     pools = {"prefill": [each.url for each in prefill], "decode": [each.url for each in decode]}
-    router = Router(RouterSpec.model_validate(values | pools))
+    router = Router(RouterSpec.model_validate(values | pools), tracing)
     port = await router.start()
     if "health_interval_s" not in knobs:
         assert router._watch is not None

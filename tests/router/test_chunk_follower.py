@@ -294,7 +294,7 @@ async def test_with_a_real_server(served: Served, tmp_path: Path, monkeypatch: p
         await store(served, 2)
         await until(lambda: held(2) == 256)
         assert (await get(served.admin.port, "/healthz")).status == 200  # the probe's chunk is nobody's
-        served.server.clear(None, None)
+        served.server.control(Clear())
         await until(lambda: held(1) == held(2) == 0)
         await store(served, 3)
         await until(lambda: held(3) == 256)

@@ -457,7 +457,7 @@ async def test_what_a_cache_server_holds_is_not_handed_over(tmp_path: Path) -> N
                 # Another salt shares nothing, and what is cleared is not held.
                 salted = await ask_as(router, None, prompt=prompt, cache_salt="x")
                 assert path_of(salted) == ("pd", "default")
-                cache.clear(None, None)
+                cache.control(events.Clear())
                 await until(lambda: where.chunks.num_chunks(url) == 0, "it is heard")
                 assert path_of(await ask_as(router, None, prompt=prompt)) == ("pd", "default")
                 await idle(router)

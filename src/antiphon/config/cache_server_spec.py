@@ -16,6 +16,14 @@ from antiphon.config.cluster import Address, ListenAddress
 from antiphon.config.hosts import is_loopback
 from antiphon.config.model import SpecModel
 from antiphon.config.tier_spec import TierSpec, parse_tier
+from antiphon.config.tracing_spec import (
+    OtlpEndpoint,
+    OtlpProtocol,
+    enable_tracing_field,
+    otlp_endpoint_field,
+    otlp_metrics_interval_field,
+    otlp_protocol_field,
+)
 from antiphon.core.errors import ConfigError
 from antiphon.core.tenants import tenant_named
 
@@ -208,6 +216,10 @@ class CacheServerSpec(SpecModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged."
     )
+    enable_tracing: bool = enable_tracing_field()
+    otlp_endpoint: OtlpEndpoint = otlp_endpoint_field()
+    otlp_protocol: OtlpProtocol = otlp_protocol_field()
+    otlp_metrics_interval_s: float = otlp_metrics_interval_field()
 
     @property
     def l1_size_bytes(self) -> int:

@@ -178,6 +178,7 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
     for flag, value in optional:
         if value is not None:
             argv += [flag, value]
+    argv += spec.tracing.flags()
     return ProcessPlan(
         name=server.name,
         role="cache_server",

@@ -139,8 +139,8 @@ def _engine_plan(engine: Engine, spec: Spec, transfer: Transfer, kv_events: dict
         return ProcessPlan(kind="simulated", argv=argv, env=dict(engine.spec.env), **common)
     return ProcessPlan(
         kind="vllm",
-        argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name), kv_events),
-        env=engine_env(engine, spec.model),
+        argv=engine_argv(engine, spec.model, transfer.of_engine(engine.name), kv_events, spec.tracing),
+        env=engine_env(engine, spec.model, spec.tracing),
         env_files=_key_of_engine(engine, spec),
         unset_env=engine_unset_env(engine),
         **common,
@@ -201,13 +201,15 @@ def _filled_router(
     update: dict[str, Any] = {
         pool: [http_url(engine.host, engine.port) for engine in engines if engine.pool == pool] for pool in POOLS
     }
-    update |= filled_kv_events(router, engines)
     update["handoff"] = spec.handoff.kind
+    traced = spec.tracing.router_knobs()
+    update |= {name: value for name, value in traced.items() if name not in router.model_fields_set}
     notices = []
     if spec.handoff.kind == "cache" and "local_max_tokens" not in router.model_fields_set:
         update["local_max_tokens"] = num_tokens = spec.cache.chunk_size_tokens - 1
         text = f"{num_tokens}: a prompt that fills no chunk cannot be handed over through cache servers"
         notices.append(Notice("router.local_max_tokens", text))
+    update |= filled_kv_events(router.model_copy(update=update), engines)  # whether it hears any goes by those above
     host = _router_host(router, engines[0].host)
     near = [plan for plan in servers if is_same_host(plan.host, host)]
     update["cache_servers"] = list(dict.fromkeys([*router.cache_servers, *(plan.base_url for plan in near)]))

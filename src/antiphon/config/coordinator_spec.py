@@ -8,6 +8,14 @@ from pydantic import Field
 
 from antiphon.config.cache_server_spec import LoopbackHost, default_runtime_dir
 from antiphon.config.model import SpecModel
+from antiphon.config.tracing_spec import (
+    OtlpEndpoint,
+    OtlpProtocol,
+    enable_tracing_field,
+    otlp_endpoint_field,
+    otlp_metrics_interval_field,
+    otlp_protocol_field,
+)
 
 
 class CoordinatorSpec(SpecModel):
@@ -62,3 +70,7 @@ class CoordinatorSpec(SpecModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged."
     )
+    enable_tracing: bool = enable_tracing_field()
+    otlp_endpoint: OtlpEndpoint = otlp_endpoint_field()
+    otlp_protocol: OtlpProtocol = otlp_protocol_field()
+    otlp_metrics_interval_s: float = otlp_metrics_interval_field()

@@ -57,6 +57,7 @@ def coordinator_plans(spec: Spec, servers: list[CacheServer]) -> list[ProcessPla
     argv += ["--http-host", cache.host, "--http-port", str(cache.coordinator_http_port)]
     if cache.runtime_dir is not None:
         argv += ["--runtime-dir", cache.runtime_dir]
+    argv += spec.tracing.flags()
     plan = ProcessPlan(
         name=COORDINATOR_NAME,
         role="coordinator",

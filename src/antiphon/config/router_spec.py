@@ -14,6 +14,15 @@ from pydantic import AfterValidator, Field
 
 from antiphon.config.hosts import http_url
 from antiphon.config.model import SpecModel
+from antiphon.config.tracing_spec import (
+    OtlpEndpoint,
+    OtlpProtocol,
+    enable_tracing_field,
+    otlp_endpoint_field,
+    otlp_metrics_interval_field,
+    otlp_protocol_field,
+    trace_sample_share_field,
+)
 
 
 def engine_url(url: str) -> str:
@@ -364,7 +373,7 @@ class RouterSpec(SpecModel):
         gt=0,
         le=3600,
         description="Seconds that an added engine may take to answer and its pairs to be warmed, 0 to 3600; then it "
-        "takes requests in any case.",
+        "takes requests in any case, and before if the engines that it is paired with are too full to answer.",
     )
     api_key_file: str | None = Field(
         default=None,
@@ -400,6 +409,11 @@ class RouterSpec(SpecModel):
         description="Write one JSON object a line to standard output for each request (docs/metrics.md). Off by "
         "default: it costs CPU for each request.",
     )
+    enable_tracing: bool = enable_tracing_field()
+    otlp_endpoint: OtlpEndpoint = otlp_endpoint_field()
+    otlp_protocol: OtlpProtocol = otlp_protocol_field()
+    trace_sample_share: float = trace_sample_share_field()
+    otlp_metrics_interval_s: float = otlp_metrics_interval_field()
 
     @property
     def policies(self) -> tuple[Policy, Policy]:

@@ -19,6 +19,7 @@ from antiphon.config.model import SpecModel
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.config.supervisor_spec import SupervisorSpec
+from antiphon.config.tracing_spec import TracingSpec
 from antiphon.config.units import Bytes
 
 Pool = Literal["prefill", "decode"]
@@ -305,6 +306,7 @@ class Spec(SpecModel):
     handoff: HandoffSpec = Field(default=HandoffSpec(), description="How KV gets from prefill to decode.")
     cache: CacheSpec = Field(default=CacheSpec(), description="The cache servers that keep KV for later requests.")
     router: RouterSpec = Field(default=RouterSpec(), description="The router that clients talk to.")
+    tracing: TracingSpec = Field(default=TracingSpec(), description="Where spans and metrics are sent.")
     supervisor: SupervisorSpec = Field(
         default=SupervisorSpec(), description="How antiphon up starts, watches and stops the processes."
     )

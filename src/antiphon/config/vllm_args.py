@@ -15,6 +15,7 @@ from typing import Any
 from antiphon.config.hosts import is_loopback
 from antiphon.config.resolve import Engine
 from antiphon.config.spec import ArgValue, ModelSpec
+from antiphon.config.tracing_spec import TracingSpec
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 OWNED_ARGS = {
@@ -49,12 +50,24 @@ OWNED_ENV = {
 """Environment variables that the spec sets itself, and the field that does; they may not be repeated in ``env``."""
 
 
+_NO_TRACING = TracingSpec()
+_PROTOCOLS = {"grpc": "grpc", "http": "http/protobuf"}
+"""As OpenTelemetry's environment names them."""
+
 API_KEY_ENV = "VLLM_API_KEY"
 """Where vLLM takes the key from that it asks its clients for."""
 
 
+TRACES_ARG = "otlp-traces-endpoint"
+"""With it vLLM sends spans of its own, and tells the connector which trace a request belongs to."""
+
+
 def engine_argv(
-    engine: Engine, model: ModelSpec, transfer: dict[str, Any], kv_events: dict[str, Any] | None = None
+    engine: Engine,
+    model: ModelSpec,
+    transfer: dict[str, Any],
+    kv_events: dict[str, Any] | None = None,
+    tracing: TracingSpec = _NO_TRACING,
 ) -> tuple[str, ...]:
     """The command line of ``engine``.
 
@@ -63,6 +76,7 @@ def engine_argv(
         model: what it serves.
         transfer: the value of ``--kv-transfer-config``.
         kv_events: that of ``--kv-events-config``; None: nobody hears them.
+        tracing: where its spans go; an endpoint in its ``args`` wins.
 
     ``--enable-prompt-tokens-details`` is always there: without it the usage lacks ``cached_tokens``.
     """
@@ -91,10 +105,12 @@ def engine_argv(
     argv += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     if kv_events is not None:
         argv += ["--kv-events-config", json.dumps(kv_events, separators=(",", ":"))]
+    if tracing.enabled and TRACES_ARG not in pool.args:
+        argv += [f"--{TRACES_ARG}", tracing.urls.traces]
     return tuple(argv)
 
 
-def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
+def engine_env(engine: Engine, model: ModelSpec, tracing: TracingSpec = _NO_TRACING) -> dict[str, str]:
     """The variables added to the environment of ``engine``; those of the user's ``env`` win."""
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": engine.host,
@@ -129,6 +145,10 @@ def engine_env(engine: Engine, model: ModelSpec) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(engine.devices)
     if engine.spec.dev_mode:
         env["VLLM_SERVER_DEV_MODE"] = "1"
+    if tracing.enabled:
+        env["OTEL_SERVICE_NAME"] = f"antiphon-{engine.pool}"
+        env["OTEL_RESOURCE_ATTRIBUTES"] = f"service.instance.id={engine.name}"
+        env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = _PROTOCOLS[tracing.urls.protocol]
     return {**env, **engine.spec.env}
 
 

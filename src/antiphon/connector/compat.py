@@ -40,6 +40,9 @@ CPU_FLAGS = re.compile(r"amx|avx|asimd|^sve|^bf16$|^i8mm$|^zvl|^vx|altivec|vsx")
 
 log = logging.getLogger("antiphon.connector")
 
+TRACEPARENT_CHARS_MAX = 128
+"""A longer one is of no version that is known, and is not passed on."""
+
 ENDED_EARLY = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"})
 
 
@@ -220,6 +223,14 @@ def is_remote_prefill(request: RequestFields) -> bool:
     """Whether another connector brings this request's KV from a prefill engine."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_prefill"))
+
+
+def traceparent_of(request: RequestFields) -> str:
+    """The W3C trace context that came with the request; empty where none did, or the engine sends no traces
+    (``--otlp-traces-endpoint``): vLLM then leaves it out."""
+    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
+    found = None if headers is None else headers.get("traceparent")
+    return found if isinstance(found, str) and len(found) <= TRACEPARENT_CHARS_MAX else ""
 
 
 def has_ended_early(request: RequestFields) -> bool:

@@ -45,6 +45,7 @@ class StorePlan:
         parent: key of the chunk before the first; None where that is the first of the sequence.
         keys: consecutive chunk keys.
         block_ids: the blocks of these chunks, all of them, in order.
+        traceparent: the span that the request is part of; empty where it is not traced.
     """
 
     job: int
@@ -54,6 +55,7 @@ class StorePlan:
     parent: bytes | None
     keys: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

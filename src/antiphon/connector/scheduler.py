@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from antiphon.connector.compat import RequestFields, is_remote_prefill
+from antiphon.connector.compat import RequestFields, is_remote_prefill, traceparent_of
 from antiphon.connector.gate_watch import GateWatch
 from antiphon.connector.handing_over import answer_timeout_s, handoff_params
 from antiphon.connector.onboarding import PrefillRate, is_late
@@ -327,7 +327,7 @@ class SchedulerSide:
         keys = b"".join(tracked.chain.keys[:num_keys])
         names = (tracked.request.request_id, identity.namespace, identity.tenant)
         waits = (self._options.onboard_max_s, self._rate.tokens_per_s)
-        body = calls.Lookup(*names, keys, *waits, tracked.handed_over)
+        body = calls.Lookup(*names, keys, *waits, tracked.handed_over, traceparent_of(tracked.request))
         tracked.lookup = LookupCall(session, session.submit(body), self._now_s())
 
     def _promise_of(self, tracked: TrackedRequest) -> Promise | None:
@@ -458,6 +458,7 @@ class SchedulerSide:
                 parent=keys[first - 1] if first else None,
                 keys=tuple(keys[first:num_chunks]),
                 block_ids=tuple(tracked.block_ids[first * blocks_per_chunk : num_chunks * blocks_per_chunk]),
+                traceparent=traceparent_of(tracked.request),
             )
         )
         self._jobs[job] = (tracked.request.request_id, self._options.num_ranks)

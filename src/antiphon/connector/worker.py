@@ -415,7 +415,8 @@ class WorkerSide:
 
     def _store_on(self, session: Session, job: StoreJob) -> None:
         plan = job.plan
-        reserved = session.call(calls.Reserve(plan.namespace, plan.tenant, plan.parent, b"".join(plan.keys)))
+        body = calls.Reserve(plan.namespace, plan.tenant, plan.parent, b"".join(plan.keys), plan.traceparent)
+        reserved = session.call(body)
         assert isinstance(reserved, calls.Reserved)
         granted = [grant.region for grant in reserved.grants]
         try:

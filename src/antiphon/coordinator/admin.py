@@ -62,7 +62,7 @@ class CoordinatorAdmin:
             responder.send(refusal.status, [(b"content-type", JSON)], body)
             return
         if request.path == "/metrics":
-            responder.send(200, [(b"content-type", CONTENT_TYPE)], metrics_page(self._values()))
+            responder.send(200, [(b"content-type", CONTENT_TYPE)], self.page())
         elif request.path == "/status":
             responder.send(200, [(b"content-type", JSON)], json.encode(self._status()))
         else:
@@ -89,10 +89,17 @@ class CoordinatorAdmin:
             message = f"{request.path} takes GET, not {request.method[:20]}"
             raise RequestRefused(message, status=405, code="method_not_allowed")
 
+    def page(self) -> bytes:
+        """The metrics, in Prometheus' text format."""
+        return metrics_page(self._values())
+
     def _values(self) -> dict[str, int]:
         coordinator, directory = self._coordinator, self._coordinator.directory
         counts = coordinator.counts
+        spans = {} if coordinator.tracing is None else coordinator.tracing.counts
         return {
+            "spans_sent": spans.get("sent", 0),
+            "spans_dropped": spans.get("dropped", 0),
             "members": len(directory.members()),
             "chunks": directory.num_chunks,
             "placements": directory.num_placements,

@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 from antiphon.config.cluster import cluster_secret
 from antiphon.config.coordinator_spec import CoordinatorSpec
+from antiphon.config.tracing_spec import otlp_of
 from antiphon.coordinator.admin import CoordinatorAdmin
 from antiphon.coordinator.directory import DirectoryOptions
 from antiphon.coordinator.server import Coordinator
 from antiphon.core.errors import StartError
+from antiphon.observe.process_tracing import page_of, process_name, traced
+from antiphon.observe.tracing import Tracing, options_of
 from antiphon.transport.listening import listen_tcp
 
 log = logging.getLogger("antiphon.coordinator")
@@ -30,6 +33,14 @@ async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], No
         StartError: a port is taken.
     """
     secret = cluster_secret(spec.cluster_secret_file, spec.runtime_dir, [spec.host])
+    options = options_of("antiphon-coordinator", process_name(), otlp_of(spec), spec.otlp_metrics_interval_s)
+    with traced(options) as tracing:
+        await _serve(spec, announce, secret, tracing)
+
+
+async def _serve(
+    spec: CoordinatorSpec, announce: Callable[[Coordinator, int], None], secret: bytes, tracing: Tracing | None
+) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -39,7 +50,7 @@ async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], No
         placements_max=spec.placements_max,
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
     )
-    coordinator = Coordinator(secret, options)
+    coordinator = Coordinator(secret, options, tracing)
     coordinator.listen(listen_tcp(spec.host, spec.port))
     try:
         admin = CoordinatorAdmin(coordinator, spec.http_host)
@@ -47,6 +58,8 @@ async def serve(spec: CoordinatorSpec, announce: Callable[[Coordinator, int], No
             await admin.listen(spec.http_port)
         except OSError as error:
             raise _taken(spec.http_host, spec.http_port, "--http-port", error) from error
+        if tracing is not None:
+            tracing.measure(page_of(loop, admin.page))
         try:
             announce(coordinator, admin.port)
             await stopping.wait()

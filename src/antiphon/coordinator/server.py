@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import Counter
 from typing import Final
 
@@ -25,6 +26,8 @@ from antiphon.core.errors import AntiphonError, PeerRefused, ProtocolError
 from antiphon.core.ids import new_incarnation
 from antiphon.core.namespace import FORMAT_VERSION
 from antiphon.core.quiet_log import QuietLog
+from antiphon.observe.trace_context import parse_traceparent
+from antiphon.observe.tracing import Span, Tracing
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Answerer
 from antiphon.transport.peer_tcp import PeerListener, PeerStream
@@ -44,9 +47,11 @@ class Coordinator:
     Args:
         secret: of the cluster.
         options: of the directory.
+        tracing: where spans go; None where nothing is traced.
     """
 
-    def __init__(self, secret: bytes, options: DirectoryOptions) -> None:
+    def __init__(self, secret: bytes, options: DirectoryOptions, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
         self._secret = secret
         self._options = options
         self._loop = asyncio.get_running_loop()
@@ -146,11 +151,13 @@ class Coordinator:
                 is_kept = directory.changed(session, body.first_sequence, body.num_events, body.changes)
                 return wire.Noted() if is_kept else wire.Resync()
             case wire.Locate():
-                return self._locate(session, wire.split_keys(body.keys))
+                return self._locate(session, body)
             case _:
                 raise ProtocolError(f"a coordinator does not answer {type(body).__name__}")
 
-    def _locate(self, session: int, keys: list[bytes]) -> wire.Located:
+    def _locate(self, session: int, body: wire.Locate) -> wire.Located:
+        keys = wire.split_keys(body.keys)
+        began_s = time.time()
         numbers: dict[Member, int] = {}
         found = [
             tuple(numbers.setdefault(member, len(numbers)) for member in holders)
@@ -158,7 +165,13 @@ class Coordinator:
         ]
         self.counts["locates"] += 1
         self.counts["located_keys"] += len(keys)
-        self.counts["found_keys"] += sum(map(bool, found))
+        num_found = sum(map(bool, found))
+        self.counts["found_keys"] += num_found
+        parent = parse_traceparent(body.traceparent) if self.tracing is not None and body.traceparent else None
+        if self.tracing is not None and parent is not None:
+            counts = {"antiphon.chunks.asked": len(keys), "antiphon.chunks.found": num_found}
+            context, times = self.tracing.begin(parent), (began_s, time.time())
+            self.tracing.record(Span("directory.locate", context, parent, *times, "server", counts))
         members = tuple(wire.Holder(member.instance, member.incarnation, member.url) for member in numbers)
         return wire.Located(members, tuple(found))
 

@@ -57,6 +57,12 @@ LARGEST_HOLE_BYTES = Metric("largest_hole_bytes", "gauge", "The largest chunk th
 LEASES = Metric("leases", "gauge", "Leases that have not ended, by state.", ("state",))
 LEASED_BYTES = Metric("leased_bytes", "gauge", "Bytes that leases protect, a chunk once for each engine.")
 RESERVED_BYTES = Metric("reserved_bytes", "gauge", "Bytes that are reserved and not committed.")
+PINS = Metric("pins", "gauge", "Pins that have not ended.")
+PINNED_BYTES = Metric("pinned_bytes", "gauge", "Bytes that pins keep, a chunk once.")
+TENANT_QUOTA_BYTES = Metric(
+    "tenant_quota_bytes", "gauge", "Bytes that a tenant with a quota of its own may occupy.", ("tenant",)
+)
+TENANT_USED_BYTES = Metric("tenant_used_bytes", "gauge", "Bytes that such a tenant occupies.", ("tenant",))
 ENGINES = Metric("engines", "gauge", "Engines that are attached, or hold a lease.")
 CONNECTIONS = Metric("connections", "gauge", "Connections of engines that are attached.")
 LOOKUPS = Metric("lookups", "counter", "Lookups that were answered.")
@@ -72,6 +78,7 @@ CALL_SECONDS = Metric("call_seconds", "histogram", "From a call that was read to
 REFUSED_CALLS = Metric("refused_calls", "counter", "Calls that were refused, by error code.", ("code",))
 REPORTED_TOKENS = Metric("reported_tokens", "counter", "Prompt tokens that engines reported, by source.", ("source",))
 ALARMS = Metric("alarms", "counter", "Alarms: old leases and reservations, reports that do not add up.", ("kind",))
+SPANS = Metric("spans", "counter", "Spans, by outcome: sent to the collector, or dropped.", ("outcome",))
 PROBES = Metric("probes", "counter", "Self-probes of the health check, by result.", ("result",))
 
 TIER_BREAKER = Metric("tier_breaker", "gauge", "1 for the state that the tier's breaker is in.", ("tier", "state"))

@@ -25,6 +25,8 @@ COUNTERS: Final = {
     "expired": "Members whose heartbeat stayed away.",
     "joins": "Members that joined.",
     "refused": "Connections and calls that were refused.",
+    "spans_sent": "Spans that the collector took.",
+    "spans_dropped": "Spans that it did not take.",
 }
 
 

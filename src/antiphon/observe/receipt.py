@@ -32,7 +32,8 @@ class Receipt:
     client_request_id: str | None = None
     engine_request_id: str | None = None
     traceparent: str | None = None
-    """The client's field of W3C trace context, as it came."""
+    """The client's field of W3C trace context, as it came; where it sent none and the router traces, that of its own
+    span."""
     tenant: str | None = None
     """The name of the tenant whose key was shown."""
     num_held_tokens: int | None = None
@@ -81,6 +82,7 @@ class Receipt:
             "path": self.path,
             "reason": self.reason,
             "handoff": self.handoff,
+            "handle": self.handed_over_by,
             "num_held_tokens": self.num_held_tokens,
             "stream": self.stream,
             "client_request_id": self.client_request_id,
@@ -114,7 +116,7 @@ class Receipt:
 
     @property
     def trace_id(self) -> str | None:
-        """The trace that the client's ``traceparent`` names; None where it names none."""
+        """The trace that ``traceparent`` names; None where it names none."""
         found = _TRACEPARENT.fullmatch(self.traceparent) if self.traceparent is not None else None
         return None if found is None or found[1] == _NO_TRACE else found[1]
 

@@ -10,6 +10,7 @@ from prometheus_client.core import Metric
 from antiphon.observe.aware_metrics import AwareMetrics, ColdView, TenantView, WhereView
 from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
 from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.observe.span_metrics import SpanMetrics
 from antiphon.observe.token_metrics import TokenMetrics
 
 
@@ -32,6 +33,7 @@ def router_series() -> list[Series]:
     tenant = TenantView("t", 0, 0, 0, {"x": 0}, 0, 0.0)
     where = WhereView({"dropped": 0}, {"d": 0}, {"hits": 0}, {"url": 0}, {("decode", "precise"): 0})
     AwareMetrics(metrics.registry, lambda: cold, lambda: [tenant], lambda: where)
+    SpanMetrics(metrics.registry, lambda: {"sent": 0})
     tokens = TokenMetrics(metrics.registry, lambda: {"url": True})
     for counter in (tokens.by_source, tokens.missing, tokens.reports):
         counter.update(Counter(example=1))

@@ -102,6 +102,7 @@ class Lookup(CallBody, frozen=True):
         onboard_s: how long the answer may wait for chunks of tiers; 0: not at all.
         prefill_tokens_per_s: how fast the caller computes, so that it does not wait longer than that; 0: not known.
         handoff: what a prefill engine has stored of the prompt, or is storing: it is waited for.
+        traceparent: the span that the lookup is part of; empty where it is not traced.
     """
 
     request: str
@@ -111,6 +112,7 @@ class Lookup(CallBody, frozen=True):
     onboard_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     handoff: HandoffKey | None = None
+    traceparent: str = ""
 
 
 class Release(CallBody, frozen=True):
@@ -139,6 +141,7 @@ class Reserve(CallBody, frozen=True):
     tenant: str
     parent: bytes | None
     keys: bytes
+    traceparent: str = ""
 
 
 class Commit(CallBody, frozen=True):

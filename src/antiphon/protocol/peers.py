@@ -49,6 +49,8 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Keys = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_CALL_MAX * KEY_BYTES)]
+_Traceparent = Annotated[str, msgspec.Meta(max_length=128)]
+"""The span that a call is part of; empty where it is not traced."""
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -158,6 +160,7 @@ class Locate(Body, frozen=True):
     """Which members hold these chunks? ``keys``: tier keys, joined."""
 
     keys: _Keys
+    traceparent: _Traceparent = ""
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
@@ -213,6 +216,7 @@ class Lend(Body, frozen=True):
     num_bytes: _Number
     format_version: _Number
     keys: Annotated[bytes, msgspec.Meta(max_length=LEND_KEYS_MAX * KEY_BYTES)]
+    traceparent: _Traceparent = ""
 
 
 class LentChunk(msgspec.Struct, frozen=True, array_like=True):

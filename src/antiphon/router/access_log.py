@@ -28,7 +28,7 @@ FIELDS: dict[str, str] = {
     "time": "when the whole request was here: UTC, RFC 3339",
     "id": "of the receipt, as in `x-antiphon-receipt`; empty where a key was refused",
     "client_request_id": "the client's `x-request-id`, or null; a longer one than 512 bytes is neither kept nor echoed",
-    "trace_id": "the trace id of the client's `traceparent`, or null",
+    "trace_id": "the trace id of the client's `traceparent`, or of the router's own trace, or null",
     "route": "the path that was asked",
     "path": "`pd`, `local`, `cached`, or empty where none was chosen",
     "reason": "why that path",

@@ -93,10 +93,14 @@ class Admin:
         responder.send(response.status, [(b"content-type", content_type)], response.body)
 
     def metrics(self, responder: Responder, gauges: dict[str, int]) -> None:
-        """Prometheus text; ``gauges`` holds ``active`` requests and client ``connections``."""
+        """Prometheus text; ``gauges`` as in ``page``."""
+        responder.send(200, [(b"content-type", CONTENT_TYPE)], self.page(gauges))
+
+    def page(self, gauges: dict[str, int]) -> bytes:
+        """The same as bytes. ``gauges`` holds ``active`` requests and client ``connections``."""
         self._metrics.active.set(gauges["active"])
         self._metrics.connections.set(gauges["connections"])
-        responder.send(200, [(b"content-type", CONTENT_TYPE)], self._metrics.text())
+        return self._metrics.text()
 
     async def receipt(self, request: HttpRequest, responder: Responder) -> None:
         """``GET /receipts/ID``, or ``GET /receipts`` for the latest hundred. With ``?wait_s=S`` the answer for one

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import random
 import signal
 import socket
 import time
@@ -18,10 +19,14 @@ from typing import Any
 from antiphon.config.kv_events import hears_kv_events
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.tenant_files import read_tenants, refuse_both
+from antiphon.config.tracing_spec import otlp_of
 from antiphon.core.errors import ConfigError, RequestRefused
 from antiphon.observe.fleet_metrics import EngineView, FleetMetrics, StageMetrics
+from antiphon.observe.process_tracing import page_of, process_name, traced
 from antiphon.observe.receipt import ReceiptRing
 from antiphon.observe.router_metrics import RouterMetrics
+from antiphon.observe.span_metrics import SpanMetrics
+from antiphon.observe.tracing import Tracing, options_of
 from antiphon.protocol.apis import COMPLETIONS
 from antiphon.router.access_log import refused_receipt
 from antiphon.router.admin import Admin
@@ -36,6 +41,7 @@ from antiphon.router.refusals import send_refusal
 from antiphon.router.routes import HEALTH_GETS, ROUTES, allowed, check_route, is_admin
 from antiphon.router.tenants import Tenant, TenantKeys, admission
 from antiphon.router.token_reports import TokenReports
+from antiphon.router.traces import RouterTraces
 from antiphon.router.warming import Warming
 from antiphon.router.whereabouts import Whereabouts
 from antiphon.routing.admission import ColdAdmission
@@ -55,12 +61,13 @@ class Router:
 
     Args:
         spec: its knobs; ``prefill`` and ``decode`` name the engines.
+        tracing: where spans go; None where nothing is traced.
 
     Raises:
         ConfigError: no decode engine is given where one must be, or a key cannot be read.
     """
 
-    def __init__(self, spec: RouterSpec) -> None:
+    def __init__(self, spec: RouterSpec, tracing: Tracing | None = None) -> None:
         if not spec.decode and not spec.allow_empty:
             raise ConfigError(
                 "no decode engine is given",
@@ -96,6 +103,7 @@ class Router:
         self.admin = Admin(spec, self.fleet, self.engines, self.metrics, self.receipts, self.reports)
         self.admin.sections = insight.sections
         self.inference = Inference(spec, self.fleet, self.engines, self.metrics, self.receipts, self.entry)
+        self._trace(tracing)
         limits = HttpLimits(
             header_max_bytes=spec.header_max_bytes,
             header_count_max=spec.header_count_max,
@@ -159,6 +167,15 @@ class Router:
                 endpoint.num_active,
                 endpoint.num_ejections,
             )
+
+    def _trace(self, tracing: Tracing | None) -> None:
+        SpanMetrics(self.metrics.registry, lambda: tracing.counts if tracing is not None else {"sent": 0, "dropped": 0})
+        if tracing is None:
+            return
+        self.engines.access.trace()
+        share, show = self.spec.trace_sample_share, self.reports.show
+        self.inference.traces = RouterTraces(tracing, share, random.random, show)
+        tracing.measure(page_of(asyncio.get_running_loop(), self.page))
 
     def _free_kv(self) -> FreeKv | None:
         """What asks decode engines for their free KV, where somebody goes by it."""
@@ -239,8 +256,15 @@ class Router:
             self.admin.check_access(request, responder)
             await self._handle_admin(request, responder)
 
+    def _gauges(self) -> dict[str, int]:
+        return {"active": self.inference.num_active, "connections": self.server.statistics()["connections"]}
+
+    def page(self) -> bytes:
+        """The metrics, in Prometheus' text format."""
+        return self.admin.page(self._gauges())
+
     async def _handle_admin(self, request: HttpRequest, responder: Responder) -> None:
-        gauges = {"active": self.inference.num_active, "connections": self.server.statistics()["connections"]}
+        gauges = self._gauges()
         if request.path == "/metrics":
             self.admin.metrics(responder, gauges)
         elif request.path == "/status":
@@ -294,8 +318,14 @@ async def serve(spec: RouterSpec, announce: Callable[[int], None]) -> int:
     Args:
         announce: called with the port once the router listens.
     """
+    options = options_of("antiphon-router", process_name(), otlp_of(spec), spec.otlp_metrics_interval_s)
+    with traced(options) as tracing:
+        return await _serve(spec, announce, tracing)
+
+
+async def _serve(spec: RouterSpec, announce: Callable[[int], None], tracing: Tracing | None) -> int:
     loop = asyncio.get_running_loop()
-    router = Router(spec)
+    router = Router(spec, tracing)
     # What exists now lives as long as the process, and requests leave little to collect: look less often.
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)

@@ -27,6 +27,7 @@ from antiphon.router.headers import answer_lines, engine_request_id, retry_after
 from antiphon.router.refusals import broken_off, kind_of, refusal_for, send_refusal, stopping
 from antiphon.router.relay import Relay, WholeAnswer
 from antiphon.router.sending import buffers_of, decode_id, drain_request, engine_head
+from antiphon.router.traces import RequestTrace
 from antiphon.routing.commands import (
     CancelUpstream,
     Command,
@@ -98,6 +99,8 @@ class Flight(Activity):
     connecting: asyncio.Task[None] | None = None
     ticket: Ticket | None = None
     """What it takes part in beside its life; None where the router looks at a request's form alone."""
+    trace: RequestTrace | None = None
+    """None where nothing is traced."""
     sent_s = 0.0
     """When the prefill request was sent."""
     handed_over_s = 0.0
@@ -144,20 +147,23 @@ class Flight(Activity):
         """It is not served now: that is the answer. Instead of :meth:`go`."""
         if self.is_resolved:
             return
-        self.receipt.error, self.receipt.code = refusal.message, refusal.code
-        self.receipt.status = refusal.status
-        self.responder.on_disconnect = None
-        send_refusal(self.responder, refusal, answer_lines(self.receipt), retry_after_s, self.api)
+        self._say(refusal, retry_after_s)
         self.life.cut()
         self._close(Stage.FAILED)
 
     def refuse(self, refusal: RequestRefused) -> None:
         """The request is not valid: that is the answer. Instead of :meth:`begin`."""
-        self.receipt.error, self.receipt.code = refusal.message, refusal.code
-        self.receipt.status = refusal.status
-        if not self.responder.is_disconnected:
-            send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
+        self._say(refusal)
         self._close(Stage.FAILED)
+
+    def _say(self, refusal: RequestRefused, retry_after_s: int | None = None) -> None:
+        """A refusal of the router's own is the answer, for a client that is there."""
+        receipt, responder = self.receipt, self.responder
+        receipt.error = receipt.error or refusal.message
+        receipt.status, receipt.code = refusal.status, refusal.code
+        responder.on_disconnect = None
+        if not responder.is_disconnected:
+            send_refusal(responder, refusal, answer_lines(receipt), retry_after_s, self.api)
 
     def cancel(self) -> None:
         """The router stops: tell the client, and let go of everything."""
@@ -170,8 +176,7 @@ class Flight(Activity):
         self._cancel_upstream()
         if not self.life.client_left and not self.responder.finished:
             if not self.responder.started:
-                self.receipt.status, self.receipt.code = refusal.status, refusal.code
-                send_refusal(self.responder, refusal, answer_lines(self.receipt), api=self.api)
+                self._say(refusal)
             elif self.relay is not None:
                 self.relay.break_off(refusal.message, refusal.status)
         outcome = _CANCELLED if self.life.client_left else Stage.FAILED
@@ -182,9 +187,12 @@ class Flight(Activity):
 
     def tell(self, event: Event) -> None:
         """Tell the life of an event, and do what it commands."""
-        desk = self.desk
+        desk, trace = self.desk, self.trace
         try:
-            for command in step(self.life, event, desk.clock(), desk.chance()):
+            commands = step(self.life, event, desk.clock(), desk.chance())
+            if trace is not None:
+                trace.stepped(event, commands, desk.clock(), self.receipt)
+            for command in commands:
                 self._do(command)
         except Exception as error:  # supervised: a bug ends this request, and no other; the server logs and answers it
             self.broken(error)
@@ -198,8 +206,7 @@ class Flight(Activity):
         if endpoint is not None and not life.client_left and (relay is None or not relay.is_paused):
             due_s = life.last_byte_s + life.options.idle_s if stage is _STREAMING else 0.0
             if self.desk.clock() >= due_s:
-                is_connecting = self.connecting is not None
-                self._engine_error(endpoint, "connect" if is_connecting else "timeout")
+                self._engine_error(endpoint, "timeout" if self.connecting is None else "connect")
         self._say_written()
         self.tell(Deadline())
 
@@ -323,7 +330,7 @@ class Flight(Activity):
         elif isinstance(command, PassOn):
             self._pass_on(command)
         elif isinstance(command, RespondError):
-            self._respond_error(command)
+            self._say(refusal_for(command), command.retry_after_s)
         else:
             self._end_stream_with_error(command)
 
@@ -416,13 +423,6 @@ class Flight(Activity):
         self.responder.on_disconnect = None
         self.responder.send(refusal.status, lines, refusal.body)
 
-    def _respond_error(self, command: RespondError) -> None:
-        refusal = refusal_for(command)
-        self.receipt.error = self.receipt.error or refusal.message
-        self.receipt.status, self.receipt.code = refusal.status, refusal.code
-        self.responder.on_disconnect = None
-        send_refusal(self.responder, refusal, answer_lines(self.receipt), command.retry_after_s, self.api)
-
     def _end_stream_with_error(self, command: EndStreamWithError) -> None:
         message = broken_off(command)
         self.receipt.error = self.receipt.error or message
@@ -489,6 +489,8 @@ class Flight(Activity):
         desk.metrics.request_ended(receipt, seconds, now_s - (self.handed_over_s or self.began_s))
         if desk.access_log is not None:
             desk.access_log.write(receipt)
+        if self.trace is not None:
+            self.trace.close(receipt, self.began_s, now_s)
         if self.ticket is not None:
             self.ticket.over()
             self.ticket = None

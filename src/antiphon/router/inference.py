@@ -27,6 +27,7 @@ from antiphon.router.entry import Entry, Ticket
 from antiphon.router.flight import Flight
 from antiphon.router.routes import Route, check_own_fields
 from antiphon.router.tenants import SALT_FIELD, SALT_REFUSALS, UNSTAMPED, Stamp, Tenant
+from antiphon.router.traces import RouterTraces
 from antiphon.routing.ask import Ask
 from antiphon.routing.fleet import Fleet
 from antiphon.routing.life import Life
@@ -71,6 +72,8 @@ class Inference:
         self._desk = Desk(
             *(engines, metrics, spec.request_id_tag, self.access_log), spec.handoff, chance=self._random.random
         )
+        self.traces: RouterTraces | None = None
+        """None where nothing is traced."""
         self._loop = asyncio.get_running_loop()
         self._look: asyncio.TimerHandle | None = None
 
@@ -100,10 +103,14 @@ class Inference:
         if traceparent is not None and len(traceparent) <= KEPT_MAX_BYTES:
             receipt.traceparent = traceparent.decode("latin-1")
         flight = Flight(self._desk, request, responder, receipt, route.api)
+        trace = None if self.traces is None else self.traces.begin(receipt, flight.began_s)
+        flight.trace = trace
         self._receipts.add(receipt)
         stamp = UNSTAMPED
         try:
             body = self._read(request, route)
+            if trace is not None:
+                trace.model = json.text_in(body.get("model"))
             if tenant is not None:
                 receipt.tenant = tenant.name
                 stamp = tenant.stamp(request.path, body)

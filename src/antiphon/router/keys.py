@@ -132,6 +132,10 @@ class EngineAccess:
         """What requests of the router's own carry: health checks among them."""
         self._lines = field_lines(self.fields)
 
+    def trace(self) -> None:
+        """From now on engines get a ``traceparent`` of the router's own, and not the client's."""
+        self._dropped = self._dropped | {b"traceparent"}
+
     def forwarded_lines(self, request: HttpRequest) -> bytes:
         """The header fields that an engine gets with a client's request, as they are written."""
         return field_lines(forwarded_headers(request, self._dropped)) + self._lines

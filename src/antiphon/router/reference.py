@@ -35,8 +35,9 @@ and no request waits.
 _TRACE = """
 ## Trace context
 
-`traceparent`, `tracestate` and `baggage` of a client reach both engines as they came, whatever is in them. The router
-makes no spans; the trace id stands in the receipt and the access log.
+`traceparent`, `tracestate` and `baggage` of a client reach both engines as they came, whatever is in them; the trace id
+stands in the receipt and the access log. With `--enable-tracing` the router sends spans of its own, and engines get a
+`traceparent` that names the span of their stage: [tracing.md](tracing.md).
 """
 
 

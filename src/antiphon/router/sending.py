@@ -44,7 +44,9 @@ def buffers_of(flight: Flight, endpoint: Endpoint, request_id: str, pieces: list
     length = 0
     for piece in pieces:
         length += len(piece)
-    fields = f"host: {endpoint.address}\r\nx-request-id: {request_id}\r\ncontent-length: {length}\r\n\r\n"
+    trace = flight.trace
+    line = "" if trace is None else trace.line
+    fields = f"host: {endpoint.address}\r\nx-request-id: {request_id}\r\n{line}content-length: {length}\r\n\r\n"
     if length <= _JOIN_MAX_BYTES:
         return [b"".join([flight.head, fields.encode("latin-1"), *pieces])]
     return [flight.head + fields.encode("latin-1"), *pieces]

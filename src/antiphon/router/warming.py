@@ -2,8 +2,8 @@
 a request of the router's own and not with a client's.
 
 An endpoint that is added at run time is held: it gets no request until its pairs with every engine of the other role
-that answers have been tried, or until ``warm_timeout_s`` has passed. It is opened then in any case. It is opened before,
-and warmed beside its traffic, when it has done its part and the engines of the other role leave its warm-ups waiting:
+that answers were tried, or until ``warm_timeout_s`` has passed; then it is opened in any case. It is opened before,
+and warmed beside its traffic, when it has done its part and the engines of the other role let all its warm-ups wait:
 they are full, and an engine more is what is needed. An engine that has come back in another life is warmed beside its
 traffic.
 
