@@ -79,13 +79,26 @@ class ModelReservation:
     is_dropped: bool = False
 
 
+@dataclass
+class ModelPin:
+    places: list[Place]
+    until_s: float | None
+
+
 class CacheModel:
     """What the cache should hold, and what its memory does hold."""
 
-    def __init__(self, usable_bytes: int, quotas: dict[str, int], num_accounts_max: int) -> None:
+    def __init__(self, usable_bytes: int, quotas: dict[str, int], num_accounts_max: int, num_given_max: int) -> None:
         self.usable_bytes = usable_bytes
-        self.quotas = quotas
+        self.quotas = dict(quotas)
+        self.own = set(quotas)
+        self.given: list[str] = []
+        """Further tenants that have an account of their own, as they were given a quota; the oldest first."""
+        self.lowered: dict[str, int] = {}
+        """What a tenant held when its quota was lowered below it."""
+        self.pins: dict[Place, ModelPin] = {}
         self.num_accounts_max = num_accounts_max
+        self.num_given_max = num_given_max
         self.accounts: list[str] = []
         """Names of accounts, the one used longest ago first."""
         self.now_s = 0.0
@@ -130,6 +143,7 @@ class CacheModel:
         """Regions that must not be given to anything else."""
         regions = {region for lease in self.leases.values() for region in lease.regions}
         regions |= {reservation.region for reservation in self.reservations.values()}
+        regions |= {self.chunks[place].region for place in self.pinned() if place in self.chunks}
         return regions | {region for _, region in self.dying}
 
     def occupied(self) -> set[RegionHandle]:
@@ -138,14 +152,22 @@ class CacheModel:
     def used_bytes_of(self, account: str) -> int:
         return sum(region.size_bytes for region in self.occupied() if self.account_of[region] == account)
 
+    # ---- pins --------------------------------------------------------------------------------------------------------
+
+    def pinned(self) -> set[Place]:
+        return {place for pin in self.pins.values() for place in pin.places}
+
+    def bytes_of(self, places: Iterable[Place]) -> int:
+        return sum(self.chunks[place].region.size_bytes for place in places)
+
     # ---- accounts ----------------------------------------------------------------------------------------------------
 
     def bounded_accounts(self) -> list[str]:
-        return [name for name in self.accounts if name not in (OVERFLOW_TENANT, *self.quotas)]
+        return [name for name in self.accounts if name not in (OVERFLOW_TENANT, *self.own, *self.given)]
 
     def has_account_for(self, tenant: str) -> bool:
         is_free = len(self.bounded_accounts()) < self.num_accounts_max
-        return is_free or tenant in (OVERFLOW_TENANT, *self.accounts, *self.quotas)
+        return is_free or tenant in (OVERFLOW_TENANT, *self.accounts, *self.own, *self.given)
 
     def open_account(self, tenant: str) -> str:
         """The account of a store: the tenant's own, else one that nobody needs, else the one that is shared."""
@@ -154,13 +176,37 @@ class CacheModel:
                 idle = [name for name in self.bounded_accounts() if not self.used_bytes_of(name)]
                 if not idle:
                     return self.open_account(OVERFLOW_TENANT)
-                self.accounts.remove(idle[0])
-                for tokens in (self.hit_tokens, self.miss_tokens):
-                    tokens[FOLDED] += tokens.pop(idle[0], 0)
+                self.fold(idle[0])
         else:
             self.accounts.remove(tenant)
         self.accounts.append(tenant)
         return tenant
+
+    def fold(self, name: str) -> None:
+        self.accounts.remove(name)
+        for tokens in (self.hit_tokens, self.miss_tokens):
+            tokens[FOLDED] += tokens.pop(name, 0)
+
+    def give_quota(self, tenant: str) -> bool:
+        """Whether the tenant may have a quota; its account is its own from here on."""
+        if tenant in (*self.own, *self.given):
+            return True
+        if len(self.given) >= self.num_given_max:
+            idle = [name for name in self.given if name not in self.quotas and not self.used_bytes_of(name)]
+            if not idle:
+                return False
+            self.given.remove(idle[0])
+            if idle[0] in self.accounts:
+                self.fold(idle[0])
+        self.given.append(tenant)
+        return True
+
+    def take_over(self, tenant: str) -> None:
+        """What the tenant's namespaces hold counts against its own account from here on."""
+        self.open_account(tenant)
+        for region in self.occupied():
+            if self.namespace_of[region][1] == tenant:
+                self.account_of[region] = tenant
 
     def account_of_store(self, model: str, tenant: str) -> str:
         """What a store counts against: where chunks of its namespace are, the account of those."""
@@ -203,6 +249,7 @@ class CacheModel:
         self.leases = {key: lease for key, lease in self.leases.items() if not lease.is_over(self.now_s)}
         # A dead writer's quarantine counts from its death; a writer or lease on the same bytes may outlast it.
         self.dying = [(until_s, region) for until_s, region in self.dying if until_s > self.now_s]
+        self.pins = {name: pin for name, pin in self.pins.items() if pin.until_s is None or pin.until_s > self.now_s}
 
     # ---- notices -----------------------------------------------------------------------------------------------------
 
@@ -225,6 +272,7 @@ class CacheModel:
             if notice.removal not in (Removal.CLEARED, Removal.ABANDONED):
                 assert not chunk.writers, f"{place} was evicted while it was written"
                 assert chunk.region not in self.protected(), f"{place} was evicted while its bytes were in use"
+                assert place not in self.pinned(), f"{place} was evicted, and was pinned"
             places.append(place)
         return places
 
@@ -311,6 +359,24 @@ class CacheModel:
                 assert not (is_own and may_go) or size_bytes > quota_bytes, f"{place} could have gone"
         else:
             assert not self.has_window(size_bytes, kept), "refused, and there was room"
+
+    def check_shrunk(self, tenant: str, gone: list[Place]) -> None:
+        """A new quota has evicted as much as it had to, as far as it could, and no more."""
+        quota_bytes = self.quotas.get(tenant)
+        used_bytes = self.used_bytes_of(tenant)
+        self.lowered[tenant] = 0
+        if quota_bytes is None:
+            assert not gone, "a quota that was taken away has evicted"
+            return
+        if gone:
+            last_bytes = LAYOUTS[gone[-1][0]].chunk_bytes
+            assert used_bytes + last_bytes > quota_bytes, f"{gone[-1]} went in vain"
+        if used_bytes > quota_bytes:
+            self.lowered[tenant] = used_bytes
+            protected = self.protected()
+            for place, chunk in self.chunks.items():
+                may_go = chunk.region not in protected and not self.children(place)
+                assert not (may_go and self.account_of[chunk.region] == tenant), f"{place} could have gone"
 
     def commit(self, connection: ConnectionId, region: RegionHandle) -> CommitOutcome:
         """The writer copies and commits. Returns the right outcome."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.cache import reading, room, storing
+from antiphon.cache import control, reading, room, storing
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.books import Books
 from antiphon.cache.connections import Connection, Reservation
@@ -19,7 +19,9 @@ from antiphon.cache.effects import Grant, LeaseNoted, Removal, Verdict
 from antiphon.cache.events import Lookup, Release
 from antiphon.cache.index import Chunk, Index
 from antiphon.cache.leases import Lease, Leases
+from antiphon.cache.pins import Pin, Pins
 from antiphon.cache.states import ChunkState, LeaseState, SlabState
+from antiphon.cache.tenants import Account
 from antiphon.core.chunks import ChunkChain
 from antiphon.core.errors import StaleHandle
 
@@ -27,7 +29,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def evict_ignores_lease(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Chunk, "is_idle", property(lambda self: self.is_indexed and not (self.num_pins or self.writers)))
+    patch.setattr(
+        Chunk, "is_idle", property(lambda self: self.is_indexed and not (self.num_step_holds or self.writers))
+    )
 
 
 def readable_before_all_slabs(patch: pytest.MonkeyPatch) -> None:
@@ -193,7 +197,59 @@ def window_ignores_writers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(room, "coldest_window", blind)
 
 
+def evict_ignores_pin(patch: pytest.MonkeyPatch) -> None:
+    def is_idle(self: Chunk) -> bool:
+        return self.is_indexed and not (self.num_leases or self.num_step_holds or self.writers)
+
+    patch.setattr(Chunk, "is_idle", property(is_idle))
+
+
+def quota_forgets_pins(patch: pytest.MonkeyPatch) -> None:
+    """A tenant's own room is made over what is pinned."""
+    evict = room.evict_own
+
+    def blind(books: Books, account: Account, left_bytes: int) -> None:
+        pinned = {chunk: chunk.num_pins for chunk in books.chunk_at.values() if chunk.num_pins}
+        for chunk in pinned:
+            chunk.num_pins = 0
+            books.offer(chunk)
+        evict(books, account, left_bytes)
+        for chunk, num_pins in pinned.items():
+            chunk.num_pins = num_pins
+
+    patch.setattr(room, "evict_own", blind)
+
+
+def end_of_one_pin_ends_all_of_its_chunks(patch: pytest.MonkeyPatch) -> None:
+    remove = Pins.remove
+
+    def removing(self: Pins, pin: Pin) -> None:
+        for chunk in pin.chunks:
+            chunk.num_pins = 1
+        remove(self, pin)
+
+    patch.setattr(Pins, "remove", removing)
+
+
+def pin_does_not_end_by_its_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pins, "overdue", lambda self, now_s: iter(()))
+
+
+def lowered_quota_evicts_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(control, "_shrink", lambda books, account: 0)
+
+
+def new_quota_knows_no_earlier_chunks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Books, "order_by_account", lambda self, account: None)
+
+
 BUGS: tuple[Plant, ...] = (
+    evict_ignores_pin,
+    quota_forgets_pins,
+    end_of_one_pin_ends_all_of_its_chunks,
+    pin_does_not_end_by_its_time,
+    lowered_quota_evicts_nothing,
+    new_quota_knows_no_earlier_chunks,
     evict_ignores_lease,
     readable_before_all_slabs,
     hash_without_namespace,

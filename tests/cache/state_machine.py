@@ -18,9 +18,12 @@ from antiphon.cache.effects import (
     Effect,
     Found,
     LeaseNoted,
+    Pinned,
+    QuotaSet,
     Refused,
     Removal,
     Reserved,
+    Unpinned,
 )
 from antiphon.cache.events import (
     Abort,
@@ -36,20 +39,34 @@ from antiphon.cache.events import (
     Event,
     LeaseId,
     Lookup,
+    Pin,
     Release,
     Reserve,
+    SetQuota,
     Tick,
+    Unpin,
 )
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
-from antiphon.core.errors import LeaseUnknown, NotOwner, StaleHandle
-from tests.cache.model import FOLDED, LAYOUTS, CacheModel, EngineKey, ModelLease, digest_of, keys_of
+from antiphon.core.errors import (
+    CapacityExceeded,
+    ChunksPinned,
+    ChunkUnknown,
+    LeaseUnknown,
+    NotOwner,
+    ProtocolError,
+    StaleHandle,
+)
+from tests.cache.model import FOLDED, LAYOUTS, CacheModel, EngineKey, ModelLease, ModelPin, digest_of, keys_of
 from tests.cache.world import CHUNK_BYTES, CHUNK_SIZE_TOKENS, UNIT_BYTES
 
 ARENA_BYTES = 16 * UNIT_BYTES
 QUOTAS = {"capped": 3 * CHUNK_BYTES}
 NUM_ACCOUNTS_MAX = 1
 """Fewer than there are tenants."""
+NUM_GIVEN_MAX = 1
+PINNED_BYTES_MAX = ARENA_BYTES // 2
+NUM_PINS_MAX = 3
 EVICTIONS = {Removal.EVICTED, Removal.EVICTED_FOR_QUOTA, Removal.EVICTED_IN_WINDOW}
 
 models = st.sampled_from(["small", "small", "small", "big"])
@@ -86,9 +103,12 @@ class CacheMachine(RuleBasedStateMachine):
             reserved_share_max=1.0,
             quota_bytes=QUOTAS,
             tenants_max=NUM_ACCOUNTS_MAX,
+            quotas_max=NUM_GIVEN_MAX,
+            pinned_share_max=PINNED_BYTES_MAX / ARENA_BYTES,
+            pins_max=NUM_PINS_MAX,
         )
         self.cache = Cache(options, first_id)
-        self.model = CacheModel(options.initial_usable_bytes, QUOTAS, NUM_ACCOUNTS_MAX)
+        self.model = CacheModel(options.initial_usable_bytes, QUOTAS, NUM_ACCOUNTS_MAX, NUM_GIVEN_MAX)
         self.num_attached = 0
         self.ended_leases: list[tuple[LeaseId, ModelLease]] = []
         self.ended_regions: list[tuple[ConnectionId, RegionHandle]] = []
@@ -392,16 +412,92 @@ class CacheMachine(RuleBasedStateMachine):
         tenant=st.sampled_from([None, "free", "capped", "other"]),
         model=st.sampled_from([None, "small", "big"]),
         is_due=seldom,
+        spares_pinned=st.booleans(),
     )
-    def clear(self, tenant: str | None, model: str | None, is_due: bool) -> None:
+    def clear(self, tenant: str | None, model: str | None, is_due: bool, spares_pinned: bool) -> None:
         if not is_due:
             return
+        self.model.forget_ended()
         expected = {place for place in self.model.chunks if tenant in (None, place[1]) and model in (None, place[0])}
-        reply, notices = self.call(Clear(tenant, model), Cleared)
+        pins = [name for name in self.model.pins if name in expected]
+        if pins and spares_pinned:
+            self.refused(Clear(tenant, model, spares_pinned), ChunksPinned)
+            return
+        for name in pins:
+            del self.model.pins[name]
+        reply, notices = self.call(Clear(tenant, model, spares_pinned), Cleared)
         gone = self.model.removed(notices, {Removal.CLEARED})
         assert set(gone) == expected
-        assert reply.num_chunks == len(expected)
+        assert (reply.num_chunks, reply.num_unpinned) == (len(expected), len(pins))
         self.model.drop_reservations_of(gone)
+
+    @precondition(lambda self: self.model.chunks)
+    @rule(number=pick, is_whole=st.booleans(), ttl_s=st.sampled_from([None, None, 0.6, 5.0]))
+    def pin(self, number: int, is_whole: bool, ttl_s: float | None) -> None:
+        """By the last key alone, or by all keys of a prompt that may go on behind what is there."""
+        self.model.forget_ended()
+        places = sorted(self.model.chunks)
+        model, tenant, prompt = places[number % len(places)]
+        prompt = prompt + "z" * (number % 2) if is_whole else prompt
+        keys = keys_of(model, tenant, prompt)
+        event = Pin(keys if is_whole else keys[-1:], ttl_s)
+        piece = self.model.readable_prefix(model, tenant, prompt)
+        if not piece or (not is_whole and len(piece) < len(prompt)):
+            self.refused(event, ChunkUnknown)
+            return
+        name = piece[-1]
+        pinned = self.model.pinned()
+        is_full = self.model.bytes_of(pinned | set(piece)) > PINNED_BYTES_MAX
+        if is_full or (name not in self.model.pins and len(self.model.pins) >= NUM_PINS_MAX):
+            self.refused(event, CapacityExceeded)
+            return
+        reply, notices = self.call(event, Pinned)
+        assert not notices
+        assert (reply.num_chunks, reply.num_named) == (len(piece), len(prompt))
+        self.model.pins[name] = ModelPin(piece, None if ttl_s is None else self.model.now_s + ttl_s)
+        assert reply.pinned_bytes == self.model.bytes_of(self.model.pinned())
+        assert reply.key == keys_of(*name)[-1]
+
+    @precondition(lambda self: self.model.pins)
+    @rule(number=pick, is_known=st.booleans())
+    def unpin(self, number: int, is_known: bool) -> None:
+        self.model.forget_ended()
+        names = sorted(self.model.pins)
+        if not names or not is_known:
+            self.refused(Unpin(keys_of("small", "free", "zz")[-1]), ChunkUnknown)
+            return
+        name = names[number % len(names)]
+        del self.model.pins[name]
+        reply, _ = self.call(Unpin(keys_of(*name)[-1]), Unpinned)
+        assert (reply.num_pins, reply.pinned_bytes) == (1, self.model.bytes_of(self.model.pinned()))
+
+    @rule(
+        tenant=st.sampled_from(["free", "capped", "other"]),
+        num_units=st.sampled_from([None, None, 0, 2, 4, 8, 16]),
+        is_due=seldom,
+    )
+    def set_quota(self, tenant: str, num_units: int | None, is_due: bool) -> None:
+        if not is_due:
+            return
+        self.model.forget_ended()
+        quota_bytes = None if num_units is None else num_units * UNIT_BYTES
+        event = SetQuota(tenant, quota_bytes)
+        if quota_bytes is None and tenant not in self.model.quotas:
+            self.refused(event, ProtocolError)
+            return
+        if quota_bytes is not None and not self.model.give_quota(tenant):
+            self.refused(event, CapacityExceeded)
+            return
+        self.model.take_over(tenant)
+        self.model.quotas.pop(tenant, None)
+        if quota_bytes is not None:
+            self.model.quotas[tenant] = quota_bytes
+        reply, notices = self.call(event, QuotaSet)
+        gone = self.model.removed(notices, {Removal.EVICTED_FOR_QUOTA})
+        assert all(place[1] == tenant for place in gone)
+        used_bytes = self.model.used_bytes_of(tenant)
+        assert (reply.quota_bytes, reply.used_bytes, reply.num_evicted) == (quota_bytes, used_bytes, len(gone))
+        self.model.check_shrunk(tenant, gone)
 
     @precondition(lambda self: self.model.usable_bytes < ARENA_BYTES)
     @rule()
@@ -421,6 +517,8 @@ class CacheMachine(RuleBasedStateMachine):
     def numbers_agree(self) -> None:
         statistics = self.cache.statistics()
         assert sum(statistics.num_leases.values()) == len(self.model.leases)
+        assert statistics.num_pins == len(self.model.pins)
+        assert statistics.pinned_bytes == self.model.bytes_of(self.model.pinned())
         used_bytes = sum(region.size_bytes for region in self.model.occupied())
         assert statistics.free_bytes == self.model.usable_bytes - used_bytes
         assert set(statistics.tenants) == set(self.model.accounts)
@@ -428,7 +526,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert statistics.folded.miss_tokens == self.model.miss_tokens[FOLDED]
         for name, tenant in statistics.tenants.items():
             assert tenant.used_bytes == self.model.used_bytes_of(name)
-            assert tenant.quota_bytes is None or tenant.used_bytes <= tenant.quota_bytes
+            assert tenant.quota_bytes == self.model.quotas.get(name)
+            most_bytes = max(self.model.quotas.get(name, ARENA_BYTES), self.model.lowered.get(name, 0))
+            assert tenant.used_bytes <= most_bytes, f"{name} is over its quota"
             assert tenant.tokens.hit_tokens == self.model.hit_tokens[name]
             assert tenant.tokens.miss_tokens == self.model.miss_tokens[name]
 

@@ -174,6 +174,50 @@ def test_a_full_tier_is_left_alone_for_a_while() -> None:
     assert [job.keys for job in world.of(JobKind.PUBLISH)] == [(key_of("ab"),)]
 
 
+def test_a_tier_that_answers_and_refuses_what_is_written_is_read() -> None:
+    """As an object store whose disk is full may do."""
+    world = TierWorld(4, dataclasses.replace(THROUGH, publishes_max=1, retry_min_s=0.5, retry_max_s=2.0))
+    writer = world.attach()
+    world.in_tier(writer, "a")
+    world.store(writer, "b")
+
+    def refuse() -> None:
+        (job,) = world.of(JobKind.PUBLISH)
+        world.end(job, Outcome.FAILED)
+
+    world.tick(2.0)
+    refuse()
+    assert world.tier.breaker is BreakerState.OPEN  # it may be gone
+    world.tick(0.5)
+    world.end_all(JobKind.PROBE)
+    assert world.tier.breaker is BreakerState.CLOSED
+    refuse()
+    assert (world.tier.breaker, world.tier.is_paused, world.tier.num_opened) == (BreakerState.CLOSED, True, 1)
+    world.wait(writer, "a")
+    world.end_all(JobKind.FETCH)
+    assert world.num_hit(writer, "a") == 1
+    assert world.of(JobKind.PUBLISH) == []
+    world.tick(2.0)
+    world.end_all(JobKind.PUBLISH)
+    assert not world.tier.is_paused
+    world.store(writer, "c")
+    refuse()
+    # What was published since is no sign of it any more.
+    assert (world.tier.breaker, world.tier.num_opened) == (BreakerState.OPEN, 2)
+
+
+def test_a_tier_that_leaves_a_write_unanswered_is_left_alone_each_time() -> None:
+    world = TierWorld(8, dataclasses.replace(THROUGH, publishes_max=1, timeout_s=1.0, retry_min_s=0.5))
+    world.store(world.attach(), "abc")
+    for number in range(1, 3):
+        world.tick(1.0)
+        assert (world.tier.breaker, world.tier.num_opened) == (BreakerState.OPEN, number)
+        world.end_all(JobKind.PUBLISH)
+        world.tick(0.5)
+        world.end_all(JobKind.PROBE)
+        assert world.tier.breaker is BreakerState.CLOSED
+
+
 # ---- onboarding ------------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.cache import events
-from antiphon.cache.effects import Cleared, Effect, Reserved
+from antiphon.cache.effects import Effect, Refused, Reply, Reserved
 from antiphon.cache.events import ConnectionId, EngineId
 from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
@@ -150,10 +150,15 @@ class StandIn:
     async def wait_reports(self, sequence: int, timeout_s: float) -> bool:
         return await self.reports.waiters.wait(sequence, timeout_s)
 
-    def clear(self, tenant: str | None, model: str | None) -> Cleared:
-        reply = self.step(events.Clear(tenant, model))[0]
-        assert isinstance(reply, Cleared)
-        return reply
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def control(self, event: events.Clear | events.Pin | events.Unpin | events.SetQuota) -> Reply:
+        reply = self.step(event)[0]
+        if isinstance(reply, Refused):
+            raise reply.error
+        return reply  # type: ignore[return-value]
 
     def loops_alive(self) -> dict[str, bool]:
         return self.loops

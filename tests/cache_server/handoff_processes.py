@@ -18,11 +18,13 @@ class ServerProcess:
     """``antiphon cache-server`` or ``antiphon coordinator``. Its ports are read from its line ``ready:``."""
 
     def __init__(self, verb: str, flags: dict[str, object], die_with_parent: Callable[[], None]) -> None:
-        program = [sys.executable, "-m", "antiphon", verb, *(f"--{name}={value}" for name, value in flags.items())]
+        given = (f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
+        program = [sys.executable, "-m", "antiphon", verb, *given]
         self.child = subprocess.Popen(program, preexec_fn=die_with_parent, stderr=subprocess.PIPE, text=True)
         assert self.child.stderr is not None
         line = next(line for line in self.child.stderr if "ready:" in line)
         self.ports = {name: int(port) for name, port in re.findall(r"(\w*port)=(\d+)", line)}
+        self.socket_path = "".join(re.findall(r" socket=(\S+)", line))
 
     @property
     def port(self) -> int:

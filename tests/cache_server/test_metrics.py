@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.cache.effects import ChunkRemoved, ChunkStored, Removal, Verdict
+from antiphon.cache.events import Clear
 from antiphon.cache_server.metrics import CallTallies, metrics_text, without_probe
 from antiphon.cache_server.probe import PROBE_NAME, ProbeTally
 from antiphon.observe.cache_metrics import CALL_SECONDS_BOUNDS
@@ -63,7 +64,7 @@ async def test_a_chunk_that_a_probe_left_is_taken_out_only_while_it_is_there(tmp
         server.store(engine, 2, tenant=PROBE_NAME)
         tally = ProbeTally(num_readable=1)
         assert without_probe(server.statistics(), tally) == (1, PAGE)
-        server.clear(PROBE_NAME, None)
+        server.control(Clear(PROBE_NAME))
         assert without_probe(server.statistics(), tally) == (1, PAGE)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.cache.effects import Cleared
+from antiphon.cache.events import Clear
 from antiphon.cache.states import ChunkState
 from antiphon.cache_server import probe as probe_module
 from antiphon.cache_server.probe import PROBE_NAME, Probe, ProbeResult
@@ -247,7 +249,7 @@ async def test_a_chunk_that_somebody_clears_is_tried_again(tmp_path: Path) -> No
 
         def clear_once(answer: wire.Answered) -> wire.Answered:
             del server.faults["Commit"]
-            assert server.clear(None, None).num_chunks == 1
+            assert server.control(Clear()) == Cleared(1, PAGE, 0)
             return answer
 
         server.faults["Commit"] = clear_once

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from antiphon.cache.events import Clear
 from antiphon.cache_server import tier_setup
 from antiphon.cache_server.server import CacheServer
 from antiphon.config.cache_server_spec import CacheServerSpec
@@ -212,7 +213,7 @@ async def test_a_tier_that_hangs_delays_no_hit_and_is_back_within_five_seconds(
         await served.call(fill, served.client, "p", here)
         await served.call(fill, served.client, "q", there)
         await served.until(lambda: served.tier.usage().num_chunks == 8, "the chunks are published")
-        served.server.clear(None, "nobody's")
+        served.server.control(Clear(None, "nobody's"))
 
         def hits(number: int) -> list[float]:
             times = []

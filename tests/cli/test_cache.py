@@ -7,11 +7,13 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +22,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from antiphon.cli import cache as cache_module
-from antiphon.cli.cache import AdminClient, event_line, follow, format_bytes, leases_lines, status_lines
+from antiphon.cli import cache_client
+from antiphon.cli.cache import event_line, follow, leases_lines, status_lines
+from antiphon.cli.cache_client import AdminClient, format_bytes
 from antiphon.cli.main import main
 from antiphon.core.errors import CacheUnavailable, ConfigError
 from antiphon.protocol import cache as wire
@@ -93,11 +96,13 @@ async def test_the_verbs_against_a_server(process: Process) -> None:
         assert leases[1].split()[:2] == [str(found.lease), "held"]
         assert leases[1].endswith("chat-7")
         events = (await verb("events", "--once")).output.splitlines()
-        assert [line.split()[1:3] for line in events] == [["stored", keys(n).hex()[:16]] for n in (1, 2)]
+        assert [line.split()[2:4] for line in events] == [["stored", keys(n).hex()[:16]] for n in (1, 2)]
+        assert all(re.fullmatch(r"\d\d:\d\d:\d\d", line.split()[1]) for line in events)
         as_json = [json.loads(line) for line in (await verb("events", "--once", "--json")).output.splitlines()]
         assert [event["key"] for event in as_json] == [keys(1).hex(), keys(2).hex()]
         nobody = await verb("clear", "--tenant", "nobody")
-        assert nobody.output == f"{process.url}: 0 chunks forgotten, 0 B free at once\n"
+        assert (nobody.exit_code, nobody.stdout) == (1, "")
+        assert "nothing here has the tenant 'nobody'" in nobody.stderr
         cleared = await verb("clear")
         wanted = "2 chunks forgotten, 1.0 MiB free at once, 1.0 MiB more when their requests end"
         assert cleared.output == f"{process.url}: {wanted}\n"
@@ -105,6 +110,10 @@ async def test_the_verbs_against_a_server(process: Process) -> None:
             "num_chunks": 0,
             "freed_bytes": 0,
             "held_bytes": 0,
+            "num_unpinned": 0,
+            "tiers": [],
+            "is_known": True,
+            "has_peers": False,
         }
 
 
@@ -155,17 +164,23 @@ def test_the_servers_of_running_deployments_are_meant(monkeypatch: pytest.Monkey
         SimpleNamespace(role="cache_server", state="dead", base_url="http://127.0.0.1:8091"),
         SimpleNamespace(role="router", state="ready", base_url="http://127.0.0.1:30000"),
     ]
-    monkeypatch.setattr(cache_module, "collect", lambda _folder, _name: [SimpleNamespace(processes=rows)])
-    assert [server.url for server in cache_module.targets(())] == ["http://127.0.0.1:8090"]
-    assert [server.url for server in cache_module.targets(("h:1",))] == ["h:1"]
-    monkeypatch.setattr(cache_module, "collect", lambda _folder, _name: [])
-    assert [server.url for server in cache_module.targets(())] == [cache_module.DEFAULT_URL]
+    monkeypatch.setattr(cache_client, "collect", lambda _folder, _name: [SimpleNamespace(processes=rows)])
+    assert [server.url for server in cache_client.targets(())] == ["http://127.0.0.1:8090"]
+    assert [server.url for server in cache_client.targets(("h:1",))] == ["h:1"]
+    monkeypatch.setattr(cache_client, "collect", lambda _folder, _name: [])
+    assert [server.url for server in cache_client.targets(())] == [cache_client.DEFAULT_URL]
 
 
 # ---- where no server answers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [["status"], ["leases"], ["clear"], ["events"], ["events", "--once"]])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *(["status"], ["leases"], ["clear"], ["events"], ["events", "--once"], ["list"], ["list", "--chunks"]),
+        *(["pin", "a" * 64], ["unpin", "--all"], ["quota"], ["quota", "a=1"]),
+    ],
+)
 def test_nobody_listens(verb: list[str], free_port: int) -> None:
     result = run(*verb, "--url", f"http://127.0.0.1:{free_port}")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -185,7 +200,9 @@ def test_nobody_listens(verb: list[str], free_port: int) -> None:
         (b'HTTP/1.1 403 x\r\ncontent-length: 33\r\n\r\n{"error": {"message": "go away"}}', "go away (status 403)"),
     ],
 )
-@pytest.mark.parametrize("verb", [["status"], ["leases"], ["clear"], ["events", "--once"]])
+@pytest.mark.parametrize(
+    "verb", [["status"], ["leases"], ["clear"], ["events", "--once"], ["list"], ["pin", "a" * 64], ["quota"]]
+)
 def test_something_else_answers(text: bytes, message: str, verb: list[str]) -> None:
     with answering(text) as url:
         result = run(*verb, "--url", url)
@@ -195,7 +212,7 @@ def test_something_else_answers(text: bytes, message: str, verb: list[str]) -> N
 
 
 def test_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cache_client, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         result = run("status", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}")
     assert result.exit_code == 1
@@ -215,8 +232,9 @@ def test_an_address_that_is_none(url: str) -> None:
 
 def test_help_names_every_verb_and_option() -> None:
     text = CliRunner().invoke(main, ["cache", "--help"]).output
-    assert all(verb in text for verb in ("status", "leases", "clear", "events"))
-    for verb in ("status", "leases", "clear", "events"):
+    verbs = ("status", "list", "leases", "events", "clear", "pin", "unpin", "quota")
+    assert all(verb in text for verb in verbs)
+    for verb in verbs:
         text = CliRunner().invoke(main, ["cache", verb, "--help"]).output
         assert "--url" in text
         assert "--json" in text
@@ -292,6 +310,7 @@ STATUS: dict[str, Any] = {
     "tokens": {"lookup": 1000, "hit": 250, "reported": {"device": 1, "l1": 2, "remote_prefill": 3, "computed": 4}},
     "reports": {"count": 5},
     "leases": {"count": 3, "by_state": {"held": 2, "orphaned": 1}, "leased_bytes": 2048},
+    "pins": {"count": 1, "pinned_bytes": 1024, "pinned_bytes_max": 2048},
     "engines": [
         {
             "engine": "prefill-0",
@@ -318,6 +337,7 @@ def test_status_for_people() -> None:
     assert "lookups   250 of 1000 tokens found (25.0%)" in lines
     assert "prompts   device 1, l1 2, remote_prefill 3, computed 4 tokens, of 5 requests of an engine" in lines
     assert "leases    3 (2 held, 1 orphaned), 2.0 KiB" in lines
+    assert "pins      1, 1.0 KiB of at most 2.0 KiB" in lines
     assert "prefill-0 worker-0 reuses nothing: byte 3 differs" in lines
     assert ["(none)", "1.0", "MiB", "2.0", "MiB", "1", "25.0%"] in [line.split() for line in lines]
     assert lines[-1] == "and 3 more tenants (--json shows all)"
@@ -343,8 +363,9 @@ def test_names_of_clients_do_not_move_the_cursor() -> None:
 
 def test_events_for_people() -> None:
     event = {"sequence": 5, "kind": "removed", "key": "ab" * 32, "num_bytes": 4096, "model": "m", "tenant": "t\x1b"}
-    assert event_line(event | {"reason": "evicted"}) == (
-        "       5  removed  abababababababab     4.0 KiB  m tenant t\\x1b (evicted)"
+    at = time.mktime((2026, 1, 2, 13, 4, 5, 0, 0, -1))
+    assert event_line(event | {"reason": "evicted", "at": at}) == (
+        "       5  13:04:05  removed  abababababababab     4.0 KiB  m tenant t\\x1b (evicted)"
     )
     assert "3 events are lost" in event_line({"kind": "lost", "num_lost": 3})
     assert "ab12" in event_line({"kind": "restarted", "incarnation": "ab12"})

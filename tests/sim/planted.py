@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.cache import reading, storing
+from antiphon.cache import reading, room, storing
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.books import Books
 from antiphon.cache.connections import Connection, Reservation
@@ -21,6 +21,7 @@ from antiphon.cache.events import Lookup
 from antiphon.cache.index import Chunk
 from antiphon.cache.leases import Lease, Leases
 from antiphon.cache.states import ChunkState, LeaseState
+from antiphon.cache.tenants import Account
 from antiphon.core.chunks import ChunkChain, ChunkKey
 from antiphon.core.errors import StaleHandle
 from antiphon.sim.client import CacheClient, Pending, Promise, Session
@@ -40,12 +41,14 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def leased_chunk_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Chunk, "is_idle", property(lambda self: self.is_indexed and not (self.num_pins or self.writers)))
+    patch.setattr(
+        Chunk, "is_idle", property(lambda self: self.is_indexed and not (self.num_step_holds or self.writers))
+    )
 
 
 def chunk_being_written_is_evicted(patch: pytest.MonkeyPatch) -> None:
     def is_idle(self: Chunk) -> bool:
-        return self.is_indexed and not (self.num_pins or self.num_leases)
+        return self.is_indexed and not (self.num_step_holds or self.num_leases)
 
     patch.setattr(Chunk, "is_idle", property(is_idle))
 
@@ -269,7 +272,32 @@ def blocks_are_freed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_copy_ended", copy_ended)
 
 
+def quota_forgets_pins(patch: pytest.MonkeyPatch) -> None:
+    """A tenant's own room is made over what is pinned."""
+    evict = room.evict_own
+
+    def blind(books: Books, account: Account, left_bytes: int) -> None:
+        pinned = {chunk: chunk.num_pins for chunk in books.chunk_at.values() if chunk.num_pins}
+        for chunk in pinned:
+            chunk.num_pins = 0
+            books.offer(chunk)
+        evict(books, account, left_bytes)
+        for chunk, num_pins in pinned.items():
+            chunk.num_pins = num_pins
+
+    patch.setattr(room, "evict_own", blind)
+
+
+def evict_ignores_pin(patch: pytest.MonkeyPatch) -> None:
+    def is_idle(self: Chunk) -> bool:
+        return self.is_indexed and not (self.num_step_holds or self.num_leases or self.writers)
+
+    patch.setattr(Chunk, "is_idle", property(is_idle))
+
+
 BUGS: tuple[Plant, ...] = (
+    quota_forgets_pins,
+    evict_ignores_pin,
     leased_chunk_is_evicted,
     chunk_being_written_is_evicted,
     cleared_chunk_is_freed_under_its_lease,

@@ -73,7 +73,7 @@ def tier_key_is_without_its_namespace(patch: pytest.MonkeyPatch) -> None:
 
 def chunk_being_published_is_evicted(patch: pytest.MonkeyPatch) -> None:
     def is_idle(self: Chunk) -> bool:
-        return self.is_indexed and not (self.num_leases or self.num_pins or self.writers)
+        return self.is_indexed and not (self.num_leases or self.num_step_holds or self.writers)
 
     patch.setattr(Chunk, "is_idle", property(is_idle))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from antiphon.cache.events import Clear
 from antiphon.sim import client
 from antiphon.sim.client import DRAIN_QUIET_S, Promise
 from antiphon.sim.engine import Job
@@ -45,7 +46,7 @@ def run_with_late_load(monkeypatch: pytest.MonkeyPatch) -> Job:
     def late(self: Scheduler, request: Request, promise: Promise) -> None:
         for peer in list(world.server.peers.values()):
             world.server.close(peer)
-        world.server.clear(None, None)
+        world.server.clear(Clear())
         self.process.after(2 * RECONNECT_S, lambda: load(self, request, promise))
 
     monkeypatch.setattr(Scheduler, "_load", late)

@@ -101,7 +101,7 @@ def test_validating_less_often_changes_nothing() -> None:
 
 
 def test_without_faults_nothing_is_late_or_lost_for_long() -> None:
-    result = run_seed(14, SimulationOptions(faults=()))
+    result = run_seed(15, SimulationOptions(faults=()))
     assert result.failure is None
     assert not any(name.startswith("fault") for name in result.seen)
     assert result.seen["load failed"] == 0

@@ -22,6 +22,7 @@ from antiphon.cache.index import Binding, Chunk, Index
 from antiphon.cache.leases import Lease, Leases
 from antiphon.cache.log import EventLog
 from antiphon.cache.options import CacheOptions
+from antiphon.cache.pins import Pin, Pins
 from antiphon.cache.policy import EvictionPolicy
 from antiphon.cache.policy.choose import MakePolicy
 from antiphon.cache.policy.heap import ColdestFirst
@@ -68,9 +69,10 @@ class Books:
         self.options = options
         self.arena = Arena(options.arena_bytes, options.initial_usable_bytes, options.alignment_bytes, first_id)
         self.index = Index()
-        self.tenants = Tenants(options.tenants_max, options.quota_of, options.quota_bytes.keys() | options.own_tenants)
+        self.tenants = Tenants(options)
         self.connections = Connections(options.chunk_size_tokens)
         self.leases = Leases(first_id, options.quarantine_s)
+        self.pins = Pins(options.pins_max, options.pinned_bytes_max)
         self.log = EventLog(options.event_log_max)
         self.policy: EvictionPolicy = make_policy(options, self.index.is_evictable)
         self.policy.resized(options.initial_usable_bytes)
@@ -143,9 +145,12 @@ class Books:
     def add(self, key: ChunkKey, parent: ChunkKey | None, binding: Binding, region: RegionHandle) -> Chunk:
         """A new chunk in ``region``, nothing written."""
         slabs = [SlabState.ABSENT] * binding.layout.num_slabs
-        chunk = Chunk(key, parent, binding, region, slabs, self.step_number)
+        before = None if parent is None else self.index.chunks.get(parent)
+        position = 0 if parent is None else None if before is None or before.position is None else before.position + 1
+        chunk = Chunk(key, parent, binding, region, slabs, self.step_number, position)
         assert self.index.bindings.setdefault(binding.namespace, binding) is binding, "a namespace is bound twice"
         binding.num_chunks += 1
+        binding.used_bytes += region.size_bytes
         binding.account.used_bytes += region.size_bytes
         self.chunk_at[region.offset_bytes] = chunk
         self._count(chunk, 1)
@@ -173,21 +178,22 @@ class Books:
         if chunk.state is not ChunkState.FREED:
             self.num_chunks[chunk.state] += by
             self.num_bytes[chunk.state] += by * chunk.num_bytes
+        if chunk.state is ChunkState.READABLE:
+            chunk.binding.num_readable += by
+            chunk.binding.readable_bytes += by * chunk.num_bytes
 
     def make_readable(self, chunk: Chunk) -> None:
         """All slabs are committed."""
         assert chunk.is_complete, "a chunk is readable only when all its slabs are committed"
         self.enter(chunk, ChunkState.READABLE)
+        chunk.stored_s = chunk.used_s = self.now_s
         binding = chunk.binding
         self.counters.num_stored += 1
         self.counters.stored_bytes += chunk.num_bytes
         binding.account.counts.stored_tokens += self.options.chunk_size_tokens
         names = (binding.model, binding.tenant)
-        self._publish(
-            ChunkStored(
-                self.log.next_sequence, binding.namespace, chunk.key, chunk.parent, *names, binding.layout.chunk_bytes
-            )
-        )
+        facts = (*names, binding.layout.chunk_bytes, self.now_s)
+        self._publish(ChunkStored(self.log.next_sequence, binding.namespace, chunk.key, chunk.parent, *facts))
 
     def _publish(self, event: ChunkStored | ChunkRemoved) -> None:
         self.notices.append(event)
@@ -198,8 +204,8 @@ class Books:
         """Takes the chunk out of the index. The caller says what becomes of its bytes."""
         binding = chunk.binding
         sequence = self.log.next_sequence if chunk.state is ChunkState.READABLE else None
-        names = (binding.model, binding.tenant)
-        self._publish(ChunkRemoved(sequence, binding.namespace, chunk.key, *names, binding.layout.chunk_bytes, removal))
+        facts = (binding.model, binding.tenant, binding.layout.chunk_bytes, removal, self.now_s)
+        self._publish(ChunkRemoved(sequence, binding.namespace, chunk.key, *facts))
         self._count_removal(chunk, removal)
         parent = self.index.remove(chunk)
         self.policy.removed(chunk, is_evicted=removal not in (Removal.CLEARED, Removal.ABANDONED))
@@ -226,7 +232,7 @@ class Books:
 
     def drop(self, chunk: Chunk, removal: Removal) -> None:
         """Takes an idle chunk out of the index and frees its bytes."""
-        assert chunk.is_idle, "a chunk that is leased, pinned or being written does not go"
+        assert chunk.is_idle, "a chunk that is leased, held, pinned or being written does not go"
         self.unlink(chunk, removal)
         self.free(chunk)
 
@@ -243,6 +249,7 @@ class Books:
         del self.chunk_at[chunk.region.offset_bytes]
         binding = chunk.binding
         binding.account.used_bytes -= chunk.num_bytes
+        binding.used_bytes -= chunk.num_bytes
         binding.num_chunks -= 1
         if binding.num_chunks == 0:
             del self.index.bindings[binding.namespace]
@@ -255,7 +262,7 @@ class Books:
         if chunk.is_indexed:
             self.offer(chunk)
         elif chunk.state is ChunkState.RETIRED and not (
-            chunk.num_leases or chunk.writers or chunk.num_pins or chunk.num_holds
+            chunk.num_leases or chunk.writers or chunk.num_step_holds or chunk.num_holds
         ):
             if chunk.quiet_at_s > self.now_s:
                 self.enter(chunk, ChunkState.QUARANTINED)
@@ -281,13 +288,41 @@ class Books:
         chunk.num_holds -= 1
         self.settle(chunk)
 
+    def lease(self, chunk: Chunk) -> None:
+        """A lookup reports the chunk: it is used, and one lease more protects it."""
+        chunk.last_used = self.step_number
+        chunk.used_s = self.now_s
+        if not chunk.num_leases:
+            chunk.binding.num_leased += 1
+        chunk.num_leases += 1
+        self.recount(chunk)
+        self.policy.used(chunk)
+
     def end_lease(self, lease: Lease) -> None:
         """The lease has ended: its chunks are protected by one lease less."""
         for chunk in reversed(lease.chunks):
             assert chunk.num_leases > 0, "a lease ended twice"
             chunk.num_leases -= 1
+            if not chunk.num_leases:
+                chunk.binding.num_leased -= 1
             self.settle(chunk)
         self.connections.forget_engine_if_gone(lease.engine)
+
+    def end_pin(self, pin: Pin) -> None:
+        """The pin has ended: its chunks are kept by one pin less."""
+        self.pins.remove(pin)
+        for chunk in reversed(pin.chunks):
+            self.settle(chunk)
+
+    def order_by_account(self, account: Account) -> None:
+        """The account's quota or chunks are others than before: its chunks that may be evicted, coldest first."""
+        self.quota_orders.pop(account, None)
+        if account.quota_bytes is None or not account.used_bytes:
+            return
+        order = self.quota_orders[account] = ColdestFirst(self.index.is_evictable)
+        for chunk in self.index.chunks.values():
+            if chunk.binding.account is account and self.index.is_evictable(chunk):
+                order.offer(chunk)
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -299,6 +334,8 @@ class Books:
             self.end_lease(lease)
         while self._quarantined and self._quarantined[0][0] <= now_s:
             self.free(heapq.heappop(self._quarantined)[2])
+        for pin in self.pins.overdue(now_s):
+            self.end_pin(pin)
         for lease in self.leases.take_overdue(now_s, self.options.lease_alarm_s):
             self.counters.num_lease_alarms += 1
             age_s = now_s - lease.began_s
@@ -323,10 +360,11 @@ class Books:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next quarantine ends, an alarm is due or a tier waits for time; None where nothing does."""
+        """When the next quarantine or pin ends, an alarm is due or a tier waits for time; None where nothing does."""
         times = [
             None if self.tiers is None else self.tiers.next_deadline_s,
             self.leases.next_quarantine_end_s,
+            self.pins.next_end_s,
             self._quarantined[0][0] if self._quarantined else None,
             *(lease.began_s + self.options.lease_alarm_s for lease in list(self.leases.unalarmed.values())[:1]),
             *(held.began_s + self.options.reservation_alarm_s for held in list(self.unalarmed)[:1]),

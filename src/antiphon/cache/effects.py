@@ -188,11 +188,63 @@ class Cleared:
         num_chunks: chunks that left the index.
         freed_bytes: bytes that are free at once.
         held_bytes: bytes that become free when the leases and writers on them end.
+        num_unpinned: pins that went with them.
     """
 
     num_chunks: int
     freed_bytes: int
     held_bytes: int
+    num_unpinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The answer to ``Pin``.
+
+    Args:
+        key: names the pin: the last chunk of the piece that is pinned.
+        num_chunks: chunks of that piece, from the first of the prefix on.
+        num_named: chunks of the whole prefix; what is not in the arena is not pinned when it comes.
+        num_bytes: bytes of the piece.
+        pinned_bytes: bytes that all pins keep, each chunk once.
+        pinned_bytes_max: the most that they may keep.
+    """
+
+    key: ChunkKey
+    num_chunks: int
+    num_named: int
+    num_bytes: int
+    pinned_bytes: int
+    pinned_bytes_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    """The answer to ``Unpin``.
+
+    Args:
+        num_pins: pins that have ended.
+        pinned_bytes: bytes that the others keep.
+    """
+
+    num_pins: int
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """The answer to ``SetQuota``.
+
+    Args:
+        quota_bytes: what holds for the tenant from here on; None means no quota.
+        used_bytes: what it occupies: more than its quota only where the rest is protected or in quarantine.
+        num_evicted: chunks of the tenant that went for it.
+    """
+
+    tenant: str
+    quota_bytes: int | None
+    used_bytes: int
+    num_evicted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +281,9 @@ Reply = (
     | Committed
     | Aborted
     | Cleared
+    | Pinned
+    | Unpinned
+    | QuotaSet
     | TierNoted
     | ArenaResized
     | Ticked
@@ -245,6 +300,7 @@ class ChunkStored:
     Args:
         sequence: number of this event in the log of observers.
         parent: key of the chunk before it, None for the first of a sequence.
+        at_s: when, by the clock of the steps.
     """
 
     sequence: int
@@ -254,6 +310,7 @@ class ChunkStored:
     model: str
     tenant: str
     num_bytes: int
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +319,7 @@ class ChunkRemoved:
 
     Args:
         sequence: number in the log of observers; None for a chunk that was never readable, which they were not told of.
+        at_s: when, by the clock of the steps.
     """
 
     sequence: int | None
@@ -271,6 +329,7 @@ class ChunkRemoved:
     tenant: str
     num_bytes: int
     removal: Removal
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,10 +161,48 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forget chunks: of one tenant, of one model, of both, or, with neither, all."""
+    """Forget chunks: of one tenant, of one model, of both, or, with neither, all.
+
+    Args:
+        spares_pinned: refuse where one of them is pinned. An engine that clears says that what it has stored is not
+            true any more: then pins go too.
+    """
 
     tenant: str | None = None
     model: str | None = None
+    spares_pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep a prefix in the arena, as far as it is there in one piece: its chunks are not evicted.
+
+    Args:
+        keys: consecutive chunks of one sequence. Where the first is not the first of its sequence, those before it are
+            meant too: one key stands for the whole prefix up to it.
+        ttl_s: how long; None: until ``Unpin``. Said again of the same piece, it counts anew.
+    """
+
+    keys: tuple[ChunkKey, ...]
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """End the pin of that name (``Pinned.key``), or, with None, all."""
+
+    key: ChunkKey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetQuota:
+    """From here on the tenant may occupy ``quota_bytes``; None: what tenants without a quota of their own may.
+
+    Where it occupies more, its coldest chunks go, as far as nothing protects them.
+    """
+
+    tenant: str
+    quota_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +252,9 @@ Event = (
     | Commit
     | Abort
     | Clear
+    | Pin
+    | Unpin
+    | SetQuota
     | TierDone
     | ArenaGrew
     | Tick

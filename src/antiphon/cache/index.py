@@ -32,6 +32,10 @@ class Binding:
     Args:
         tenant: whose it is.
         account: what its bytes count against: the tenant's own, or the one that tenants past the bound share.
+        used_bytes: bytes of all of them.
+        num_readable, readable_bytes: those that lookups can report.
+        num_leased: those that a lease protects.
+        num_pinned: those that are pinned.
     """
 
     namespace: NamespaceDigest
@@ -40,6 +44,11 @@ class Binding:
     model: str
     layout: ChunkLayout
     num_chunks: int = 0
+    used_bytes: int = 0
+    num_readable: int = 0
+    readable_bytes: int = 0
+    num_leased: int = 0
+    num_pinned: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +57,14 @@ class Chunk:
 
     Args:
         last_used: number of the step that last used it.
+        position: its place in its prefix, from 0; None where the chunk before it was not there when it was added.
+        stored_s: when it became readable.
+        used_s: when it was last stored, asked for or reported; of a stored chunk.
         writers: slabs that each writing connection has reserved.
         num_leases: leases that protect it.
-        num_pins: holds of the step that is running; zero between steps.
+        num_step_holds: holds of the step that is running; zero between steps.
         num_holds: jobs of tiers that read it, and lookups that wait for what follows it.
+        num_pins: pins that keep it.
         is_counted_idle: whether ``Books.idle_bytes`` counts it.
         quiet_at_s: until then a dead writer may be writing; 0 where none died.
     """
@@ -62,11 +75,15 @@ class Chunk:
     region: RegionHandle
     slabs: list[SlabState]
     last_used: int
+    position: int | None = None
+    stored_s: float = 0.0
+    used_s: float = 0.0
     state: ChunkState = ChunkState.INCOMPLETE
     writers: dict[ConnectionId, tuple[int, ...]] = field(default_factory=dict)
     num_leases: int = 0
-    num_pins: int = 0
+    num_step_holds: int = 0
     num_holds: int = 0
+    num_pins: int = 0
     is_counted_idle: bool = False
     quiet_at_s: float = 0.0
 
@@ -95,7 +112,9 @@ class Chunk:
     @property
     def is_idle(self) -> bool:
         """Whether it is in the index and nothing protects it."""
-        return self.is_indexed and not (self.num_leases or self.num_pins or self.num_holds or self.writers)
+        return self.is_indexed and not (
+            self.num_leases or self.num_step_holds or self.num_holds or self.num_pins or self.writers
+        )
 
     @property
     def is_complete(self) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from antiphon.cache.books import Books
-from antiphon.cache.index import Chunk
+from antiphon.cache.index import Binding, Chunk
 from antiphon.cache.onboarding import FETCHER, Fetch
 from antiphon.cache.states import ChunkState, SlabState
 from antiphon.cache.tier import Publication
+from antiphon.cache.tier_key import TAG_BYTES
 
 
 def validate(books: Books) -> None:
@@ -16,6 +17,7 @@ def validate(books: Books) -> None:
     books.arena.validate()
     books.connections.validate()
     books.leases.validate()
+    books.pins.validate()
     books.log.validate()
     books.tenants.validate()
     _validate_index(books)
@@ -42,13 +44,16 @@ def _validate_chunk(books: Books, chunk: Chunk) -> None:
     assert books.arena.is_current(chunk.region), "a chunk's region is stale"
     assert chunk.num_bytes >= chunk.binding.layout.chunk_bytes
     assert len(chunk.slabs) == chunk.binding.layout.num_slabs
-    assert chunk.num_pins == 0, "a pin outlived its step"
+    assert chunk.num_step_holds == 0, "a pin outlived its step"
     assert chunk.state is not ChunkState.FREED
     if chunk.is_indexed:
         reserved = sorted(slab for slabs in chunk.writers.values() for slab in slabs)
         assert reserved == [slab for slab, state in enumerate(chunk.slabs) if state is SlabState.RESERVED]
         assert (chunk.state is ChunkState.READABLE) == chunk.is_complete, "readable and not complete, or the reverse"
         assert chunk.writers or chunk.has_commits, "a chunk of which nobody wrote anything"
+    if chunk.num_pins:
+        assert chunk.state is ChunkState.READABLE, "a pinned chunk is not readable"
+        assert not books.index.is_evictable(chunk), "a pinned chunk may be evicted"
     if chunk.state is ChunkState.INCOMPLETE:
         assert chunk.num_leases == 0, "a chunk is leased that is not readable"
     if chunk.state is ChunkState.RETIRED:
@@ -76,10 +81,15 @@ def _validate_protections(books: Books) -> None:
             assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a reserved chunk has lost its bytes"
             writers.setdefault(chunk, {})[connection.id] = reservation.slabs
     holds = _add_tiers(books, writers)
+    pins = Counter(chunk for pin in books.pins.pins.values() for chunk in pin.chunks)
+    assert books.pins.pinned_bytes == sum(chunk.num_bytes for chunk in pins), "pinned bytes do not add up"
+    for chunk in pins:
+        assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a pinned chunk has lost its bytes"
     for chunk in [*holds, *writers]:
         assert books.chunk_at.get(chunk.region.offset_bytes) is chunk, "a job or lookup holds a chunk without bytes"
     for chunk in books.chunk_at.values():
         assert chunk.num_holds == holds[chunk], "holds are miscounted"
+        assert chunk.num_pins == pins[chunk], "pins are miscounted"
         assert chunk.num_leases == num_leases.get(chunk, 0), "leases are miscounted"
         assert chunk.writers == writers.get(chunk, {}), "writers are miscounted"
 
@@ -101,6 +111,7 @@ def _add_tiers(books: Books, writers: dict[Chunk, dict[int, tuple[int, ...]]]) -
         assert queued_bytes == tier.queued_bytes <= tier.options.queue_bytes_max, "publications are miscounted"
         assert all(chunk.state is ChunkState.READABLE for chunk in (*tier.waiting.publications, *tier.waiting.dirty))
         assert len(tier.known) <= tier.options.known_max
+        assert tier.num_known_of == Counter(key[: 2 * TAG_BYTES] for key in tier.known), "known records are miscounted"
     onboardings = books.tiers.onboardings
     for waiter in onboardings.waiters.values():
         holds.update(waiter.held)
@@ -117,7 +128,7 @@ def _add_tiers(books: Books, writers: dict[Chunk, dict[int, tuple[int, ...]]]) -
 def _validate_sums(books: Books) -> None:
     assert books.arena.used_bytes == sum(chunk.num_bytes for chunk in books.chunk_at.values()), "bytes without a chunk"
     by_account: dict[str, int] = {}
-    by_namespace: dict[bytes, int] = {}
+    by_namespace: dict[bytes, list[Chunk]] = {}
     for state in ChunkState:
         members = [chunk for chunk in books.chunk_at.values() if chunk.state is state]
         assert books.num_chunks[state] == len(members), f"{state.value} chunks are miscounted"
@@ -129,13 +140,13 @@ def _validate_sums(books: Books) -> None:
     for chunk in books.chunk_at.values():
         binding = chunk.binding
         by_account[binding.account.name] = by_account.get(binding.account.name, 0) + chunk.num_bytes
-        by_namespace[binding.namespace] = by_namespace.get(binding.namespace, 0) + 1
+        by_namespace.setdefault(binding.namespace, []).append(chunk)
     for name, account in books.tenants.accounts.items():
         assert account.used_bytes == by_account.pop(name, 0), f"the bytes of tenant {name} are miscounted"
     assert not by_account, "a chunk belongs to a tenant without an account"
     for namespace, binding in books.index.bindings.items():
-        assert binding.num_chunks == by_namespace.pop(namespace, 0) > 0, "a namespace is bound without chunks"
-    assert not by_namespace or all(count == 0 for count in by_namespace.values()), "a chunk's namespace is not bound"
+        _validate_binding(binding, by_namespace.pop(namespace, []))
+    assert not by_namespace, "a chunk's namespace is not bound"
     counters = books.counters
     num_left = counters.num_stored - counters.num_readable_removed
     assert num_left == books.num_chunks[ChunkState.READABLE], (
@@ -145,8 +156,24 @@ def _validate_sums(books: Books) -> None:
     assert num_told == books.log.next_sequence - 1, "observers were not told of every chunk stored and removed"
 
 
+def _validate_binding(binding: Binding, chunks: list[Chunk]) -> None:
+    assert binding.num_chunks == len(chunks) > 0, "a namespace is bound without chunks"
+    assert all(chunk.binding is binding for chunk in chunks)
+    assert binding.used_bytes == sum(chunk.num_bytes for chunk in chunks)
+    readable = [chunk for chunk in chunks if chunk.state is ChunkState.READABLE]
+    assert binding.num_readable == len(readable), "a namespace's readable chunks are miscounted"
+    assert binding.readable_bytes == sum(chunk.num_bytes for chunk in readable)
+    assert binding.num_leased == sum(chunk.num_leases > 0 for chunk in chunks), "its leased chunks are miscounted"
+    assert binding.num_pinned == sum(chunk.num_pins > 0 for chunk in chunks), "its pinned chunks are miscounted"
+
+
 def _validate_order(books: Books) -> None:
     chunks = set(books.index.chunks.values())
     books.policy.validate(chunks)
+    limited = [each for each in books.tenants.accounts.values() if each.quota_bytes is not None and each.used_bytes]
+    assert books.quota_orders.keys() == set(limited), "an account with a quota has no order, or one without has"
     for account, order in books.quota_orders.items():
-        order.validate({chunk for chunk in chunks if chunk.binding.account is account})
+        own = {chunk for chunk in chunks if chunk.binding.account is account}
+        order.validate(own)
+        missing = [chunk for chunk in own if books.index.is_evictable(chunk) and chunk not in order]
+        assert not missing, f"tenant {account.name} has chunks that its quota cannot evict"

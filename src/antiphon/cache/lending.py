@@ -201,9 +201,6 @@ def lend(shelf: Shelf, borrower: ConnectionId, key: TierKey, wanted: Wanted) -> 
     chunk = None if chunk_key is None else books.index.chunks.get(chunk_key)
     if chunk is None or chunk.state is not ChunkState.READABLE or not is_meant(chunk, wanted):
         return None
-    chunk.last_used = books.step_number
-    chunk.num_leases += 1
-    books.recount(chunk)
-    books.policy.used(chunk)
+    books.lease(chunk)
     lease = books.leases.open(connection, key.hex(), (chunk,), books.now_s)
     return Loan(lease.id, chunk.region, wanted.num_bytes)

@@ -16,17 +16,15 @@ It does not hash, copy, or know what the bytes are. One thread drives it; it tak
 
 from __future__ import annotations
 
-from antiphon.cache import invariants, reading, statistics, storing
+from antiphon.cache import control, inspection, invariants, reading, statistics, storing
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.books import Books
 from antiphon.cache.effects import (
     ArenaResized,
     Attached,
-    Cleared,
     Detached,
     Effect,
     Refused,
-    Removal,
     Reply,
     Ticked,
     TierNoted,
@@ -42,11 +40,15 @@ from antiphon.cache.events import (
     Detach,
     Event,
     Lookup,
+    Pin,
     Release,
     Reserve,
+    SetQuota,
     Tick,
     TierDone,
+    Unpin,
 )
+from antiphon.cache.inspection import FactsPage, Known, NamespacesFound, PinFacts, Selected
 from antiphon.cache.listing import ChunkPage, page_of
 from antiphon.cache.log import LogPage
 from antiphon.cache.options import CacheOptions
@@ -122,7 +124,13 @@ class Cache:
             case Detach():
                 return self._detach(event)
             case Clear():
-                return self._clear(event)
+                return control.clear(books, event)
+            case Pin():
+                return control.pin(books, event)
+            case Unpin():
+                return control.unpin(books, event)
+            case SetQuota():
+                return control.set_quota(books, event)
             case TierDone():
                 return self._tier_done(event)
             case ArenaGrew():
@@ -147,22 +155,6 @@ class Cache:
         if books.connections.engines.get(connection.engine.id) is connection.engine:
             books.connections.forget_engine_if_gone(connection.engine)
         return Detached(num_reservations, num_quarantined)
-
-    def _clear(self, event: Clear) -> Cleared:
-        books = self._books
-        if books.tiers is not None:
-            books.tiers.clear(event.tenant, event.model)
-        free_before = books.arena.free_bytes
-        num_chunks = num_bytes = 0
-        for chunk in books.index.selected(event.tenant, event.model):
-            num_chunks += 1
-            num_bytes += chunk.num_bytes
-            if chunk.is_idle:
-                books.drop(chunk, Removal.CLEARED)
-            else:
-                books.retire(chunk, Removal.CLEARED)
-        freed_bytes = books.arena.free_bytes - free_before
-        return Cleared(num_chunks, freed_bytes, num_bytes - freed_bytes)
 
     def _tier_done(self, event: TierDone) -> TierNoted:
         if self._books.tiers is None:
@@ -195,6 +187,26 @@ class Cache:
         """The readable chunks of later generations than this one, a page of them; 0 begins."""
         books = self._books
         return page_of(books.index, generation, num_chunks_max, books.log.next_sequence)
+
+    def chunk_facts(self, select: Selected, after: int, num_chunks_max: int) -> FactsPage:
+        """The readable chunks of later generations than ``after``, each with what is known of it; 0 begins."""
+        return inspection.facts_after(self._books, select, after, num_chunks_max)
+
+    def namespaces(self, select: Selected, num_max: int) -> NamespacesFound:
+        """The namespaces that have chunks, those of the most bytes first."""
+        return inspection.namespaces(self._books, select, num_max)
+
+    def pins(self) -> list[PinFacts]:
+        """Every pin that has not ended, the oldest first."""
+        return inspection.pins(self._books)
+
+    def quotas(self) -> dict[str, int]:
+        """The tenants that have a quota of their own, and its bytes."""
+        return dict(self._books.tenants.quotas)
+
+    def known_of(self, select: Selected) -> Known:
+        """Whether anything here has the tenant and the model."""
+        return inspection.known_of(self._books, select)
 
     def regions(self) -> list[RegionHandle]:
         """Every region that a chunk holds, whatever its state; all other bytes may be given away."""

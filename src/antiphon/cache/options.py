@@ -35,7 +35,12 @@ class CacheOptions:
             keeps an engine that never releases from filling the server's memory with leases on the same chunks.
         reserved_share_max: share of the arena that one connection may have reserved and not committed; past it chunks
             are refused. It keeps a writer that never commits from filling the arena.
-        quota_bytes: bytes that a tenant may occupy, by tenant.
+        pinned_share_max: share of the arena that pins may keep, each chunk counted once; past it a pin is refused. It
+            leaves room for what comes.
+        pins_max: pins at once, each of one prefix; past it a pin is refused.
+        quota_bytes: bytes that a tenant may occupy, by tenant, at the start.
+        quotas_max: tenants that may be given a quota while the cache runs, beside those of ``quota_bytes``; past it
+            ``SetQuota`` is refused.
         default_quota_bytes: the same for tenants not named; None means no quota.
         keys_per_call_max: chunk keys of one call: 16384 are 4 M tokens, past any context length; a larger call is
             refused.
@@ -59,7 +64,10 @@ class CacheOptions:
     leased_share_max: float = 0.5
     leases_per_engine_max: int = 16_384
     reserved_share_max: float = 0.5
+    pinned_share_max: float = 0.5
+    pins_max: int = 1_024
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
+    quotas_max: int = 1_024
     default_quota_bytes: int | None = None
     keys_per_call_max: int = 16_384
     tenants_max: int = 4_096
@@ -79,13 +87,15 @@ class CacheOptions:
         for name in ("quarantine_s", "lease_alarm_s", "reservation_alarm_s", "ghost_share_max"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
-        for name in ("leased_share_max", "reserved_share_max"):
+        for name in ("leased_share_max", "reserved_share_max", "pinned_share_max"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1")
         for name in (
             "chunk_size_tokens",
             "keys_per_call_max",
             "leases_per_engine_max",
+            "pins_max",
+            "quotas_max",
             "tenants_max",
             "event_log_max",
             "victims_tried_max",
@@ -108,6 +118,7 @@ class CacheOptions:
         """Bytes that one connection may have reserved and not committed."""
         return int(self.arena_bytes * self.reserved_share_max)
 
-    def quota_of(self, tenant: str) -> int | None:
-        """Bytes that the tenant may occupy, or None without a quota."""
-        return self.quota_bytes.get(tenant, self.default_quota_bytes)
+    @property
+    def pinned_bytes_max(self) -> int:
+        """Bytes that all pins may keep."""
+        return int(self.arena_bytes * self.pinned_share_max)

@@ -147,6 +147,7 @@ def ended(tiers: Tiers, tier: Tier, running: Running, outcome: Outcome) -> None:
     tier.queued_bytes -= chunk.num_bytes
     if outcome is Outcome.DONE:
         tier.remember(publication.key)
+        tier.is_write_doubted = False
         counts.num_published += 1
         counts.published_bytes += chunk.num_bytes
         counts.publish_s += tiers.books.now_s - running.began_s

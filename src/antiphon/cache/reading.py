@@ -68,10 +68,7 @@ def _leased(books: Books, event: Lookup, connection: Connection, prefix: list[Ch
     if not prefix:
         return Found(None, (), 0, num_capped)
     for chunk in prefix:
-        chunk.last_used = books.step_number
-        chunk.num_leases += 1
-        books.recount(chunk)
-        books.policy.used(chunk)
+        books.lease(chunk)
     lease = books.leases.open(connection, event.request, tuple(prefix), books.now_s)
     regions = tuple(chunk.region for chunk in prefix)
     return Found(lease.id, regions, len(prefix) * chunk_size_tokens, num_capped)

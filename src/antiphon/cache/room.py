@@ -37,8 +37,8 @@ def allocate(books: Books, size_bytes: int, account: Account) -> RegionHandle:
             arena = books.arena
             raise CapacityExceeded(
                 f"no room for {size_bytes} bytes: {arena.free_bytes} of {arena.usable_bytes} usable bytes are free, "
-                "and leases, writers and quarantines leave no stretch of that size",
-                remedy="make the arena larger, or wait until requests have ended",
+                "and leases, pins, writers and quarantines leave no stretch of that size",
+                remedy="make the arena larger, end a pin, or wait until requests have ended",
             )
         for chunk in window:
             books.drop(chunk, Removal.EVICTED_IN_WINDOW)
@@ -52,15 +52,24 @@ def _keep_quota(books: Books, size_bytes: int, account: Account) -> None:
     quota_bytes = account.quota_bytes
     if quota_bytes is None:
         return
-    while account.used_bytes + size_bytes > quota_bytes:
+    if size_bytes <= quota_bytes:
+        evict_own(books, account, quota_bytes - size_bytes)
+    if account.used_bytes + size_bytes > quota_bytes:
+        raise QuotaExceeded(
+            f"tenant {account.name!r} holds {account.used_bytes} of its {quota_bytes} bytes, and {size_bytes} more do "
+            "not fit",
+            remedy="raise the tenant's quota, end a pin of its chunks, or wait until its requests have ended",
+        )
+
+
+def evict_own(books: Books, account: Account, left_bytes: int) -> None:
+    """Evicts the coldest chunks of an account with a quota until it holds at most ``left_bytes``, as far as they may
+    go."""
+    while account.used_bytes > left_bytes:
         order = books.quota_orders.get(account)
-        chunk = order.take() if order is not None and size_bytes <= quota_bytes else None
+        chunk = None if order is None else order.take()
         if chunk is None:
-            raise QuotaExceeded(
-                f"tenant {account.name!r} holds {account.used_bytes} of its {quota_bytes} bytes, and {size_bytes} more "
-                "do not fit",
-                remedy="raise the tenant's quota, or wait until its requests have ended",
-            )
+            return
         books.drop(chunk, Removal.EVICTED_FOR_QUOTA)
 
 

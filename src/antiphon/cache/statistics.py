@@ -33,6 +33,9 @@ class Statistics:
         num_leases: leases that have not ended, by state.
         leased_bytes: bytes of the chunks that they protect, each chunk counted once for each engine.
         reserved_bytes: bytes of slabs that are reserved and not committed.
+        num_pins: pins that have not ended.
+        pinned_bytes: bytes of the chunks that they keep, each counted once.
+        pinned_bytes_max: the most that they may keep.
         counters: totals since the start.
         tenants: by name.
         folded: tokens of tenants whose accounts gave way to others.
@@ -47,6 +50,9 @@ class Statistics:
     num_leases: Mapping[LeaseState, int]
     leased_bytes: int
     reserved_bytes: int
+    num_pins: int
+    pinned_bytes: int
+    pinned_bytes_max: int
     num_connections: int
     num_engines: int
     next_event_sequence: int
@@ -117,6 +123,9 @@ def take(books: Books) -> Statistics:
         num_leases=num_leases,
         leased_bytes=sum(engine.leased_bytes for engine in books.connections.engines.values()),
         reserved_bytes=sum(connection.reserved_bytes for connection in books.connections.connections.values()),
+        num_pins=len(books.pins.pins),
+        pinned_bytes=books.pins.pinned_bytes,
+        pinned_bytes_max=books.pins.num_bytes_max,
         num_connections=len(books.connections.connections),
         num_engines=len(books.connections.engines),
         next_event_sequence=books.log.next_sequence,

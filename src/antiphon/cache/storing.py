@@ -54,14 +54,14 @@ def reserve(books: Books, event: Reserve) -> Reserved:
     answer = _Answer(connection, binding)
     # The call's own chunks stay while room is made, so that a verdict is still true when the answer leaves.
     for chunk in held:
-        chunk.num_pins += 1
+        chunk.num_step_holds += 1
         books.recount(chunk)
     parent = event.parent
     for key in event.keys:
         answer.verdicts.append(_verdict(books, answer, key, parent))
         parent = key
     for chunk in held:
-        chunk.num_pins -= 1
+        chunk.num_step_holds -= 1
         books.settle(chunk)
     return Reserved(tuple(answer.verdicts), tuple(answer.grants), answer.refusal)
 
@@ -71,6 +71,7 @@ def _verdict(books: Books, answer: _Answer, key: ChunkKey, parent: ChunkKey | No
     chunk = books.index.chunks.get(key)
     if chunk is not None and chunk.state is ChunkState.READABLE:
         chunk.last_used = books.step_number
+        chunk.used_s = books.now_s
         return Verdict.RESIDENT
     states = {slab: SlabState.ABSENT if chunk is None else chunk.slabs[slab] for slab in answer.connection.slabs}
     missing = tuple(slab for slab, state in states.items() if state is SlabState.ABSENT)

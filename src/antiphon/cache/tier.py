@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from antiphon.cache.breaker import Breaker, BreakerState
 from antiphon.cache.index import Chunk
 from antiphon.cache.tier_jobs import JobKind, TierJob
-from antiphon.cache.tier_key import Selection, TierKey
+from antiphon.cache.tier_key import TAG_BYTES, Selection, TierKey
 from antiphon.cache.tier_options import ASKS_MAX, TierOptions
 
 if TYPE_CHECKING:
@@ -113,11 +113,16 @@ class Tier:
         self.num_running = dict.fromkeys(JobKind, 0)
         self.known: dict[TierKey, int] = {}
         """Keys that are there, and how often each was fetched; those known longest first."""
+        self.num_known_of: dict[bytes, int] = {}
+        """How many of them begin with the tags of a tenant and a model."""
         self.is_complete = False
         """Whether what is not in ``known`` is not there, as far as nobody else writes."""
         self.must_list = not options.is_shared
         self.queued_bytes = 0
         self.full_until_s = float("-inf")
+        """Nothing is published until then."""
+        self.is_write_doubted = False
+        """Whether a refused publication opened the breaker last, and none has succeeded since."""
         self.clearing: Selection | None = None
 
     # ---- what is there ---------------------------------------------------------------------------------------------
@@ -126,13 +131,19 @@ class Tier:
         """The key is there."""
         if key not in self.known:
             self.known[key] = 0
+            tags = key[: 2 * TAG_BYTES]
+            self.num_known_of[tags] = self.num_known_of.get(tags, 0) + 1
             if len(self.known) > self.options.known_max:
-                del self.known[next(iter(self.known))]
+                self.forget(next(iter(self.known)))
                 self.is_complete = False
 
     def forget(self, key: TierKey) -> None:
         """The key is not there."""
-        self.known.pop(key, None)
+        if self.known.pop(key, None) is not None:
+            tags = key[: 2 * TAG_BYTES]
+            self.num_known_of[tags] -= 1
+            if not self.num_known_of[tags]:
+                del self.num_known_of[tags]
 
     def holds(self, key: TierKey) -> bool:
         """Whether a chunk may be fetched from here, as far as is known."""

@@ -29,14 +29,13 @@ from antiphon.core.errors import ProtocolError
 if TYPE_CHECKING:
     from antiphon.cache.books import Books
 
-_PROBE_REASON = "a probe had no answer in time"
-
 
 @dataclass(frozen=True, slots=True)
 class TierStatistics:
     """One tier at one moment.
 
     Args:
+        is_shared: whether others write to it too.
         reason: why the breaker is not closed; empty where it is.
         num_known: keys that are known to be there.
         is_complete: whether nothing else is there.
@@ -44,11 +43,13 @@ class TierStatistics:
         queued_bytes: bytes that wait to be published or are being published.
         num_waiting: chunks that wait to be published; those that ``back`` will publish later apart.
         num_clears: clears that have not reached the tier.
+        is_paused: whether nothing is published for now: the tier has no room, or refuses what is written.
     """
 
     name: str
     store: str
     source: str
+    is_shared: bool
     breaker: BreakerState
     reason: str
     num_opened: int
@@ -60,6 +61,7 @@ class TierStatistics:
     num_waiting: int
     num_dirty: int
     num_clears: int
+    is_paused: bool
     counts: TierCounts
 
 
@@ -154,7 +156,7 @@ class Tiers:
             raise ProtocolError(f"no job {event.job} runs")
         if event.outcome is Outcome.FAILED and not running.is_overdue:
             tier.counts.num_failed += 1
-            self._failed(tier, event.reason or "it failed")
+            self._failed(tier, event.reason or "it failed", is_refused_write=running.job.kind is JobKind.PUBLISH)
         match running.job.kind:
             case JobKind.FETCH:
                 self.onboardings.fetched(tier, running, event.outcome)
@@ -193,8 +195,18 @@ class Tiers:
             tier.breaker.recovered()
             self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, ""))
 
-    def _failed(self, tier: Tier, reason: str) -> None:
-        if tier.breaker.failed(self.books.now_s, reason):
+    def _failed(self, tier: Tier, reason: str, *, is_refused_write: bool = False) -> None:
+        """A call failed, or had no answer in time.
+
+        Args:
+            is_refused_write: it was a publication, and was answered.
+        """
+        if is_refused_write and tier.breaker.is_closed and tier.is_write_doubted:
+            # The tier has answered a probe since the last one was refused: it can be read, and has no room, for which
+            # it has an error of its own.
+            tier.full_until_s = self.books.now_s + tier.options.retry_max_s
+        elif tier.breaker.failed(self.books.now_s, reason):
+            tier.is_write_doubted = is_refused_write
             self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, reason))
 
     # ---- time --------------------------------------------------------------------------------------------------------
@@ -259,6 +271,7 @@ class Tiers:
                 name=tier.options.name,
                 store=tier.options.store,
                 source=tier.options.source,
+                is_shared=tier.options.is_shared,
                 breaker=tier.breaker.state,
                 reason=tier.breaker.reason,
                 num_opened=tier.breaker.num_opened,
@@ -270,6 +283,7 @@ class Tiers:
                 num_waiting=len(tier.waiting.publications),
                 num_dirty=len(tier.waiting.dirty),
                 num_clears=len(tier.waiting.clears) + (tier.clearing is not None),
+                is_paused=tier.full_until_s > self.books.now_s,
                 counts=replace(tier.counts),
             )
             for tier in self.tiers

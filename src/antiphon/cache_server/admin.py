@@ -1,4 +1,4 @@
-"""The admin side of a cache server: health, status, metrics, events, leases and clear, over HTTP.
+"""The admin side of a cache server over HTTP: health, status, metrics, events, leases, and what ``admin_control`` adds.
 
 Always true:
 
@@ -11,22 +11,21 @@ It decides nothing about chunks. What an answer says is put together in ``status
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from antiphon.cache.effects import ChunkRemoved, ChunkStored
 from antiphon.cache_server import status
+from antiphon.cache_server.admin_control import Control
 from antiphon.cache_server.admin_poll import LongPolls, NumberedLog, Page
-from antiphon.cache_server.admin_request import check_access, clear_query, listing_query, no_query, poll_query
+from antiphon.cache_server.admin_request import check_access, listing_query, no_query, poll_query
 from antiphon.cache_server.admin_view import ServerView
 from antiphon.cache_server.metrics import metrics_text
 from antiphon.cache_server.probe import Probe
 from antiphon.cache_server.views import TokenReport
 from antiphon.core.errors import RequestRefused
-from antiphon.core.tenants import tenant_named
 from antiphon.observe.cache_metrics import CONTENT_TYPE
 from antiphon.protocol import json
 from antiphon.protocol.openai import JSON, error_body
@@ -67,17 +66,18 @@ class AdminServer:
         self._polls = LongPolls(server.incarnation)
         self._is_closing = False
         self._http = HttpServer(self._handle, LIMITS)
-        self._routes: dict[str, tuple[str, Route]] = {
-            "/healthz": ("GET", self._health),
-            "/readiness": ("GET", self._readiness),
-            "/status": ("GET", self._status),
-            "/metrics": ("GET", self._metrics),
-            "/events": ("GET", self._events),
-            "/chunks": ("GET", self._chunks),
-            "/reports": ("GET", self._reports),
-            "/leases": ("GET", self._leases),
-            "/clear": ("POST", self._clear),
+        self._routes: dict[str, dict[str, Route]] = {
+            "/healthz": {"GET": self._health},
+            "/readiness": {"GET": self._readiness},
+            "/status": {"GET": self._status},
+            "/metrics": {"GET": self._metrics},
+            "/events": {"GET": self._events},
+            "/chunks": {"GET": self._chunks},
+            "/reports": {"GET": self._reports},
+            "/leases": {"GET": self._leases},
         }
+        for path, methods in Control(server).routes.items():
+            self._routes[path] = {method: self._controlled(answer) for method, answer in methods.items()}
         self._event_log: NumberedLog[ChunkStored | ChunkRemoved] = NumberedLog(
             self._events_since, server.wait_events, status.event_of
         )
@@ -107,9 +107,10 @@ class AdminServer:
                     status=404,
                     code="route_not_found",
                 )
-            method, route = self._routes[request.path]
-            if request.method not in ((method, "HEAD") if method == "GET" else (method,)):
-                _refuse(responder, _wrong_method(request, method), [(b"allow", _allowed(method))])
+            routes = self._routes[request.path]
+            route = routes.get("GET" if request.method == "HEAD" else request.method)
+            if route is None:
+                _refuse(responder, _wrong_method(request, routes), [(b"allow", _allowed(routes))])
                 return
             await route(request, responder)
         except RequestRefused as refusal:
@@ -138,7 +139,11 @@ class AdminServer:
 
     async def _metrics(self, request: HttpRequest, responder: Responder) -> None:
         await self._probe.settle(SETTLE_TIMEOUT_S)
-        responder.send(200, [(b"content-type", CONTENT_TYPE)], metrics_text(self._server, self._probe.tally))
+        responder.send(200, [(b"content-type", CONTENT_TYPE)], self.page())
+
+    def page(self) -> bytes:
+        """The metrics, in Prometheus' text format."""
+        return metrics_text(self._server, self._probe.tally)
 
     async def _events(self, request: HttpRequest, responder: Responder) -> None:
         _send_json(responder, 200, await self._polls.answer(self._event_log, poll_query(request), responder))
@@ -153,13 +158,14 @@ class AdminServer:
         no_query(request)
         _send_json(responder, 200, status.leases_of(self._server))
 
-    async def _clear(self, request: HttpRequest, responder: Responder) -> None:
-        query = clear_query(request)
-        await self._probe.settle(SETTLE_TIMEOUT_S)
-        tenant = None if query.tenant is None else tenant_named(query.tenant)
-        cleared = self._server.clear(tenant, query.model)
-        log.info("cleared %d chunks (tenant %s, model %s)", cleared.num_chunks, tenant, query.model)
-        _send_json(responder, 200, dataclasses.asdict(cleared))
+    def _controlled(self, answer: Callable[[HttpRequest], status.Json]) -> Route:
+        """A route of ``Control``, while no chunk of the probe is there."""
+
+        async def route(request: HttpRequest, responder: Responder) -> None:
+            await self._probe.settle(SETTLE_TIMEOUT_S)
+            _send_json(responder, 200, answer(request))
+
+        return route
 
     def _events_since(self, sequence: int, num_max: int) -> Page[ChunkStored | ChunkRemoved]:
         page = self._server.events_since(sequence, num_max)
@@ -181,13 +187,13 @@ async def start_admin(server: ServerView, host: str, port: int) -> AdminServer:
     return admin
 
 
-def _allowed(method: str) -> bytes:
-    return b"GET, HEAD" if method == "GET" else method.encode()
+def _allowed(routes: Iterable[str]) -> bytes:
+    return ", ".join("GET, HEAD" if method == "GET" else method for method in routes).encode()
 
 
-def _wrong_method(request: HttpRequest, method: str) -> RequestRefused:
+def _wrong_method(request: HttpRequest, routes: Iterable[str]) -> RequestRefused:
     return RequestRefused(
-        f"{request.path} takes {method}, not {request.method[:20]}", status=405, code="method_not_allowed"
+        f"{request.path} takes {' and '.join(routes)}, not {request.method[:20]}", status=405, code="method_not_allowed"
     )
 
 

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from antiphon.cache.effects import Cleared
+from antiphon.cache.effects import Reply
+from antiphon.cache.events import Clear, Pin, SetQuota, Unpin
 from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
+from antiphon.cache.machine import Cache
 from antiphon.cache.statistics import Statistics
 from antiphon.cache.tiers import TierStatistics
 from antiphon.cache_server.metrics import CallTallies
@@ -45,6 +47,14 @@ class ServerView(Protocol):
     @property
     def population(self) -> Population: ...
     @property
+    def cache(self) -> Cache:
+        """To be read; ``control`` changes it."""
+
+    @property
+    def now_s(self) -> float:
+        """By the clock of the cache's steps."""
+
+    @property
     def peers(self) -> dict[str, object] | None:
         """What is shared with other cache servers; None where nothing is."""
 
@@ -74,5 +84,7 @@ class ServerView(Protocol):
     async def wait_reports(self, sequence: int, timeout_s: float) -> bool:
         """Whether a report of that number or later is there, within ``timeout_s``."""
 
-    def clear(self, tenant: str | None, model: str | None) -> Cleared: ...
+    def control(self, event: Clear | Pin | Unpin | SetQuota) -> Reply:
+        """What an operator asks for. Raises AntiphonError where it is refused."""
+
     def loops_alive(self) -> Mapping[str, bool]: ...

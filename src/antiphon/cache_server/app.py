@@ -13,7 +13,10 @@ from typing import Any
 from antiphon.cache_server.admin import AdminServer, start_admin
 from antiphon.cache_server.server import CacheServer
 from antiphon.config.cache_server_spec import CacheServerSpec
+from antiphon.config.tracing_spec import otlp_of
 from antiphon.core.errors import StartError
+from antiphon.observe.process_tracing import page_of, process_name, traced
+from antiphon.observe.tracing import Tracing, options_of
 
 log = logging.getLogger("antiphon.cache_server")
 
@@ -30,6 +33,13 @@ async def serve(spec: CacheServerSpec, announce: Callable[[CacheServer, int], No
         ConfigError: the arena is larger than the free memory, or the runtime folder cannot be used.
         StartError: a port or the name is taken.
     """
+    name = process_name(spec.instance_id)
+    options = options_of("antiphon-cache-server", name, otlp_of(spec), spec.otlp_metrics_interval_s)
+    with traced(options) as tracing:
+        return await _serve(spec, announce, tracing)
+
+
+async def _serve(spec: CacheServerSpec, announce: Callable[[CacheServer, int], None], tracing: Tracing | None) -> bool:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     faults: list[str] = []
@@ -42,12 +52,14 @@ async def serve(spec: CacheServerSpec, announce: Callable[[CacheServer, int], No
     loop.set_exception_handler(on_fault)
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
-    server = await CacheServer.start(spec)
+    server = await CacheServer.start(spec, tracing=tracing)
     try:
         # What exists at the start lives as long as the process: look less often for what can be collected.
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         admin = await _listen_http(server)
+        if tracing is not None:
+            tracing.measure(page_of(loop, admin.page))
         try:
             announce(server, admin.port)
             await stopping.wait()

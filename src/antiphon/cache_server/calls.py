@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 
 from antiphon.cache.effects import Attached, Detached, Found, Onboarded, Onboarding, Refused
 from antiphon.cache.events import ConnectionId, Detach, EngineId, HandedOver, Lookup, Release, TicketId
-from antiphon.cache.tier_key import TierKey, meaning_of
+from antiphon.cache.tier_key import Meaning, TierKey, meaning_of
 from antiphon.cache_server.driver import CacheDriver
 from antiphon.cache_server.metrics import CallTallies
 from antiphon.cache_server.reports import Reports, adds_up
+from antiphon.cache_server.traces import LookupTrace, ServerTraces
 from antiphon.cache_server.translate import ROLE_CHARS_MAX, answer_of, check_name, event_of
 from antiphon.cache_server.views import ProcessView
 from antiphon.core.chunks import ChunkKey
@@ -65,6 +66,7 @@ class _Waiting:
     connection: FrameConnection
     call_id: int
     request: str
+    trace: LookupTrace | None = None
 
 
 @dataclass
@@ -93,6 +95,8 @@ class Calls:
     """Lookups of what was handed over: ``here``, ``elsewhere``, or of ``other_meaning``."""
     expect: Callable[[HandoffKey, Sequence[tuple[TierKey, ChunkKey]], float], None] = _nobody_expects
     """Told of what is handed over by way of another server, and for how long it is waited for."""
+    traces: ServerTraces | None = None
+    """None where nothing is traced."""
     _peers: dict[int, _Peer] = field(default_factory=dict)
     _waiting: dict[TicketId, _Waiting] = field(default_factory=dict)
     _early: dict[TicketId, Found] = field(default_factory=dict)
@@ -146,7 +150,9 @@ class Calls:
         if peer is None or peer.attach is None:
             return
         for ticket in [ticket for ticket, waiting in self._waiting.items() if waiting.connection is connection]:
-            del self._waiting[ticket]
+            self._trace_ended(self._waiting.pop(ticket).trace, None)
+        if self.traces is not None:
+            self.traces.stores.gone(connection.number)
         reply = self.driver.step(Detach(ConnectionId(connection.number)))
         assert isinstance(reply, Detached), reply
         self.quiet.say(
@@ -215,21 +221,45 @@ class Calls:
                 answer = answer_of(self.driver.step(event_of(body, ConnectionId(connection.number), num_slabs)))
                 if isinstance(answer, wire.Reserved):
                     self.tallies.verdicts.update(answer.verdicts)
+                if self.traces is not None:
+                    self.traces.stores.called(connection.number, body, answer)
                 return answer
 
     def _look_up(self, connection: FrameConnection, call_id: int, body: wire.Lookup) -> wire.Answered:
         event = event_of(body, ConnectionId(connection.number), 0)
+        assert isinstance(event, Lookup)
         peer = self._peers[connection.number]
         if body.handoff is not None and peer.attach is not None:
-            assert isinstance(event, Lookup)
             event = self._handed_over(event, body.handoff, peer.attach)
-        reply = self.driver.step(event)
+        traces = self.traces
+        trace = None if traces is None or not body.traceparent else traces.begin(body)
+        try:
+            reply = self.driver.step(event)
+        finally:
+            if traces is not None:
+                traces.stepped()
+        answer = answer_of(reply)
         if isinstance(reply, Onboarding):
             early = self._early.pop(reply.ticket, None)
-            if early is not None:
-                return answer_of(early)
-            self._waiting[reply.ticket] = _Waiting(connection, call_id, body.request)
-        return answer_of(reply)
+            if early is None:
+                self._waiting[reply.ticket] = _Waiting(connection, call_id, body.request, trace)
+                if trace is not None and peer.attach is not None:
+                    self._trace_waits(trace, event, reply, peer.attach)
+                return answer
+            answer = answer_of(early)
+        self._trace_ended(trace, answer)
+        return answer
+
+    def _trace_waits(self, trace: LookupTrace, event: Lookup, reply: Onboarding, attach: wire.Attach) -> None:
+        assert self.traces is not None
+        size = self.welcome.chunk_size_tokens
+        meaning = _meaning_of(event, attach)
+        missing = event.keys[reply.num_tokens // size : reply.num_tokens_max // size]
+        self.traces.waits(trace, [meaning.key_of(key) for key in missing])
+
+    def _trace_ended(self, trace: LookupTrace | None, answer: wire.Answered | None) -> None:
+        if trace is not None and self.traces is not None:
+            self.traces.over(trace, answer)
 
     def _handed_over(self, event: Lookup, key: HandoffKey, attach: wire.Attach) -> Lookup:
         """The lookup, with what a prefill engine has handed over of it; what does not fit is left out."""
@@ -248,8 +278,7 @@ class Calls:
         is_here = key.incarnation == self.welcome.incarnation
         self.handoffs["here" if is_here else "elsewhere"] += 1
         if not is_here:
-            layout = ChunkLayout(attach.num_slabs, attach.slab_bytes, attach.fingerprint)
-            meaning = meaning_of(event.namespace, event.tenant, attach.model, layout)
+            meaning = _meaning_of(event, attach)
             self.expect(key, [(meaning.key_of(each), each) for each in event.keys[:num_chunks]], event.onboard_s)
         return replace(event, handed_over=HandedOver(num_chunks, is_here))
 
@@ -260,10 +289,14 @@ class Calls:
         if waiting is None:
             self._early[notice.ticket] = found
         elif waiting.connection.is_open and not waiting.connection.has_hung_up:
-            waiting.connection.send(wire.frame(wire.Answer(waiting.call_id, answer_of(found))))
-        elif found.lease is not None:
-            self.counts["Lookup", "hung_up"] += 1
-            self.driver.step(Release(notice.connection, waiting.request, found.lease))
+            answer = answer_of(found)
+            waiting.connection.send(wire.frame(wire.Answer(waiting.call_id, answer)))
+            self._trace_ended(waiting.trace, answer)
+        else:
+            self._trace_ended(waiting.trace, None)
+            if found.lease is not None:
+                self.counts["Lookup", "hung_up"] += 1
+                self.driver.step(Release(notice.connection, waiting.request, found.lease))
 
     def _attach(self, connection: FrameConnection, peer: _Peer, body: wire.Attach) -> wire.Answered:
         reply = self.driver.step(event_of(body, ConnectionId(connection.number), len(body.slabs)))
@@ -319,6 +352,12 @@ class Calls:
             for peer in self._peers.values()
             if peer.attach is not None and peer.engine == engine
         )
+
+
+def _meaning_of(event: Lookup, attach: wire.Attach) -> Meaning:
+    """What the chunks of a lookup mean in a tier."""
+    layout = ChunkLayout(attach.num_slabs, attach.slab_bytes, attach.fingerprint)
+    return meaning_of(event.namespace, event.tenant, attach.model, layout)
 
 
 def _not_attached() -> ConnectionUnknown:

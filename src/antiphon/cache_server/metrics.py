@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from antiphon import __version__
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
 class CallTallies:
     """Counts of what calls brought about, by whoever dispatches them. Cheap: a dictionary access each."""
 
-    __slots__ = ("_counts", "_sums_s", "removals", "verdicts")
+    __slots__ = ("_counts", "_sums_s", "removals", "spans", "verdicts")
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter()
         """Chunks that ``Reserve`` was asked about, by verdict."""
         self.removals: Counter[Removal] = Counter()
         """Chunks that left the index."""
+        self.spans: Mapping[str, int] = {}
+        """Spans by outcome; empty where nothing is traced."""
         self._counts: dict[str, list[int]] = {}
         self._sums_s: dict[str, float] = {}
 
@@ -100,6 +103,12 @@ def _set_state(page: MetricsPage, server: ServerView, statistics: Statistics, ta
     page.set_all(names.LEASES, {state.value: count for state, count in statistics.num_leases.items()})
     page.set(names.LEASED_BYTES, sum(engine.leased_bytes for engine in engines))
     page.set(names.RESERVED_BYTES, statistics.reserved_bytes)
+    page.set(names.PINS, statistics.num_pins)
+    page.set(names.PINNED_BYTES, statistics.pinned_bytes)
+    quotas = server.cache.quotas()
+    used = {name: each.used_bytes for name, each in statistics.tenants.items()}
+    page.set_all(names.TENANT_QUOTA_BYTES, quotas)
+    page.set_all(names.TENANT_USED_BYTES, {name: used.get(name, 0) for name in quotas})
     page.set(names.ENGINES, len(engines))
     page.set(names.CONNECTIONS, sum(len(engine.processes) for engine in engines))
 
@@ -140,4 +149,5 @@ def _set_totals(page: MetricsPage, server: ServerView, statistics: Statistics, t
         "report_mismatch": totals.num_mismatched,
     }
     page.set_all(names.ALARMS, alarms)
+    page.set_all(names.SPANS, dict(tallies.spans))
     page.set_all(names.PROBES, {"ok": tally.num_ok, "failed": tally.num_failed})

@@ -132,8 +132,12 @@ class Membership:
                 await self._wait_for_changes(heartbeat_s)
                 await asyncio.sleep(GATHER_S)
 
-    async def ask(self, keys: list[bytes], timeout_s: float) -> wire.Located | None:
-        """Which members hold ``keys``; None where that is not known, and for a while after a failure."""
+    async def ask(self, keys: list[bytes], timeout_s: float, traceparent: str = "") -> wire.Located | None:
+        """Which members hold ``keys``; None where that is not known, and for a while after a failure.
+
+        Args:
+            traceparent: the span that asks; empty where it is not traced.
+        """
         loop = asyncio.get_running_loop()
         session, breaker = self._session, self._breaker
         if session is None:
@@ -143,7 +147,7 @@ class Membership:
                 return None
             breaker.probing()
         try:
-            located = await session.call(wire.Locate(b"".join(keys)), timeout_s)
+            located = await session.call(wire.Locate(b"".join(keys), traceparent), timeout_s)
         except (AntiphonError, asyncio.CancelledError) as error:
             breaker.failed(loop.time(), str(error))
             if isinstance(error, asyncio.CancelledError):

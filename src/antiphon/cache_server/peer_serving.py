@@ -20,6 +20,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +35,8 @@ from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import AntiphonError, PeerRefused, PeerUnavailable, ProtocolError
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.core.quiet_log import QuietLog
+from antiphon.observe.trace_context import parse_traceparent
+from antiphon.observe.tracing import Span, Tracing
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Answerer
 from antiphon.storage.arena import ArenaMapping
@@ -160,6 +163,8 @@ class PeerServing:
         self._quiet = QuietLog(log, num_lines=20)
         self.agent: NixlAgent | None = None
         """Over which peers may read; None until it has started, or where there is none."""
+        self.tracing: Tracing | None = None
+        """Takes spans of loans; None where nothing is traced."""
         self.counts: Counter[str] = Counter()
         self._listener = PeerListener(self._serve, CONNECTIONS_MAX, self.counts, self._quiet)
 
@@ -180,7 +185,7 @@ class PeerServing:
             hello = await stream.prove(answerer)
             connection = ConnectionId(self._next_connection)
             self._next_connection += 1
-            borrower = _Borrower(self, connection)
+            borrower = _Borrower(self, connection, hello.instance)
             await self._cache.call(lambda: self._lender.attach(connection, hello.instance, hello.incarnation))
             while True:
                 async with asyncio.timeout(LOAN_SILENCE_S if borrower.loans else SILENCE_S):
@@ -217,11 +222,13 @@ class _Borrower:
     Args:
         serving: whose.
         connection: its number in the cache.
+        instance: whose it is.
     """
 
-    def __init__(self, serving: PeerServing, connection: ConnectionId) -> None:
+    def __init__(self, serving: PeerServing, connection: ConnectionId, instance: str) -> None:
         self._serving = serving
         self._connection = connection
+        self._instance = instance
         self.loans: dict[int, Loan] = {}
 
     async def answer(self, body: wire.Message) -> tuple[wire.Message, memoryview | None]:
@@ -249,6 +256,7 @@ class _Borrower:
 
     async def _lend(self, body: wire.Lend) -> wire.Lent:
         serving = self._serving
+        began_s = time.time()
         keys = [TierKey(key) for key in wire.split_keys(body.keys)]
         wanted = Wanted(NamespaceDigest(body.namespace), body.fingerprint, body.num_bytes, body.format_version)
         loans, num_capped = await serving._cache.call(lambda: serving._lender.lend(self._connection, keys, wanted))
@@ -259,7 +267,23 @@ class _Borrower:
             digest = await serving.digests.of(loan)
             chunks.append(wire.LentChunk(index, loan.lease, loan.region.offset_bytes, digest))
         serving.counts["lent"] += len(loans)
+        if serving.tracing is not None:
+            self._trace(serving.tracing, body, len(loans), began_s)
         return wire.Lent(tuple(chunks), num_capped)
+
+    def _trace(self, tracing: Tracing, body: wire.Lend, num_lent: int, began_s: float) -> None:
+        """The span of a loan: until the peer is told of it."""
+        parent = parse_traceparent(body.traceparent)
+        if parent is None:
+            return
+        attributes: dict[str, str | int] = {
+            "antiphon.instance": self._serving._myself.instance,
+            "antiphon.peer": self._instance,
+            "antiphon.chunks.asked": len(body.keys) // wire.KEY_BYTES,
+            "antiphon.chunks.lent": num_lent,
+            "antiphon.bytes": num_lent * body.num_bytes,
+        }
+        tracing.record(Span("peer.lend", tracing.begin(parent), parent, began_s, time.time(), "server", attributes))
 
     async def _held(self, body: wire.AskHeld) -> wire.Held:
         lender = self._serving._lender

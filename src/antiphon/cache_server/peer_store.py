@@ -28,6 +28,7 @@ from antiphon.cache_server.peer_expected import Expectations, Question
 from antiphon.cache_server.peer_links import PeerLinks
 from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError, TierError, TierUnavailable
+from antiphon.observe.tracing import active_span, active_traceparent
 from antiphon.protocol import peers as wire
 from antiphon.storage.record import PayloadDigest, address_of
 from antiphon.storage.tier import ChunkMeta, TierUsage
@@ -220,6 +221,12 @@ def _nobody_cares(key: bytes) -> None:
     pass
 
 
+def _note_transport(name: str) -> None:
+    span = active_span()
+    if span is not None:
+        span.attributes["antiphon.transport"] = name
+
+
 class _Drive:
     """Does what one pull asks for.
 
@@ -261,7 +268,11 @@ class _Drive:
         deadline_s = time.monotonic() + LEND_TIMEOUT_S
         self._holder, wanted = action.holder, action.wanted
         link = self._link = self._links.take(action.holder, LEND_TIMEOUT_S)
-        body = wire.Lend(wanted.namespace, wanted.fingerprint, wanted.num_bytes, wanted.format_version, action.key)
+        meaning = (wanted.namespace, wanted.fingerprint, wanted.num_bytes, wanted.format_version)
+        body = wire.Lend(*meaning, action.key, active_traceparent())
+        span = active_span()
+        if span is not None:
+            span.attributes["antiphon.peer"] = action.holder.instance
         while True:
             lent = link.call(body, max(0.001, deadline_s - time.monotonic()))
             if not isinstance(lent, wire.Lent):
@@ -293,7 +304,9 @@ class _Drive:
                     self._links.nixl_ended(action.holder, is_ok=False)  # a peer that lives is read over TCP
                 else:
                     self._links.nixl_ended(action.holder, is_ok=True)
+                    _note_transport("nixl")
                     return
+        _note_transport("tcp")
         self._link.read_into(action.loan.lease, self._into, timeout_s)
 
     def _give_back(self, action: GiveBack) -> None:

@@ -35,6 +35,7 @@ from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.cluster import address_of, cluster_secret, host_port_of
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import ConfigError, PeerUnavailable
+from antiphon.observe.tracing import Tracing, active_traceparent
 from antiphon.protocol.cache_handoff import HandoffKey
 from antiphon.protocol.peers import Holder, Located
 from antiphon.storage.arena import ArenaMapping
@@ -107,6 +108,7 @@ class PeersParts:
         waiters: who waits for the cache's events.
         arena: its memory, mapped until ``Peers.close`` has returned True.
         private_tenants: whose chunks stay here.
+        tracing: None where nothing is traced.
     """
 
     instance: str
@@ -116,6 +118,7 @@ class PeersParts:
     waiters: Waiters
     arena: ArenaMapping
     private_tenants: frozenset[str] = frozenset()
+    tracing: Tracing | None = None
 
 
 class Peers:
@@ -145,6 +148,7 @@ class Peers:
         cache_thread = CacheThread(asyncio.get_running_loop())
         self._cache_thread = cache_thread
         self._serving = PeerServing(myself, self.lender, cache_thread, parts.arena)
+        self._serving.tracing = parts.tracing
         self.shelf.on_stored = self._serving.digests.stored
         self.store.on_pulled = self._serving.digests.pulled
         urls = (spec.coordinator_url, self.url)
@@ -228,7 +232,7 @@ class Peers:
         loop = self._loop
         if loop is None or not self._membership.is_member:
             return None
-        asking = self._membership.ask(keys, timeout_s)
+        asking = self._membership.ask(keys, timeout_s, active_traceparent())
         try:
             future = asyncio.run_coroutine_threadsafe(asking, loop)
         except RuntimeError:

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from antiphon import __version__
-from antiphon.cache.effects import ArenaResized, Cleared, TierNoted
-from antiphon.cache.events import ArenaGrew, Clear, TierDone
+from antiphon.cache.effects import ArenaResized, Refused, Reply, TierNoted
+from antiphon.cache.events import ArenaGrew, Clear, Pin, SetQuota, TierDone, Unpin
 from antiphon.cache.listing import ChunkPage
 from antiphon.cache.log import LogPage
 from antiphon.cache.machine import Cache
@@ -35,11 +35,13 @@ from antiphon.cache_server.reports import Reports
 from antiphon.cache_server.sockets import RuntimeFolder
 from antiphon.cache_server.tier_runner import TierRunner
 from antiphon.cache_server.tier_setup import open_stores, tiers_options
+from antiphon.cache_server.traces import ServerTraces
 from antiphon.cache_server.views import EngineView, LeaseView, ReportPage, TokenTotals
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.core.errors import CapacityExceeded, ConfigError
 from antiphon.core.ids import new_incarnation
 from antiphon.core.quiet_log import QuietLog
+from antiphon.observe.tracing import Tracing
 from antiphon.protocol.cache import PROTOCOL_VERSION, Welcome
 from antiphon.storage.arena import HEADER_BYTES, ArenaOwner
 from antiphon.storage.tier import TierStore
@@ -59,10 +61,12 @@ class CacheServer:
 
     Args:
         spec: its command line.
+        tracing: where its spans go; None where nothing is traced.
     """
 
-    def __init__(self, spec: CacheServerSpec) -> None:
+    def __init__(self, spec: CacheServerSpec, tracing: Tracing | None = None) -> None:
         self.spec = spec
+        self._tracing = tracing
         self.version = __version__
         self.incarnation = new_incarnation()
         self.started_at = time.time()
@@ -80,14 +84,16 @@ class CacheServer:
         self._may_unmap = True
 
     @classmethod
-    async def start(cls, spec: CacheServerSpec, limits: FrameLimits | None = None) -> CacheServer:
+    async def start(
+        cls, spec: CacheServerSpec, limits: FrameLimits | None = None, tracing: Tracing | None = None
+    ) -> CacheServer:
         """A server that listens. Its arena is populated in the background from here on.
 
         Raises:
             ConfigError: the arena is larger than the free memory, or the runtime folder or a tier cannot be used.
             StartError: a port or the name is taken.
         """
-        server = cls(spec)
+        server = cls(spec, tracing)
         with contextlib.ExitStack() as undo:
             undo.push(server._exit)
             server._open(limits or FrameLimits())
@@ -138,6 +144,9 @@ class CacheServer:
         )
         if self._peers is not None:
             self._calls.expect = self._peers.expect
+        if self._tracing is not None:
+            self._calls.traces = self._runner.traces = ServerTraces(self._tracing, self.instance, spec.chunk_size)
+            self.tallies.spans = self._tracing.counts
         self._population = Population(self._arena, self._grew)
         self._exit.callback(self._population.stop)
         self._frames = FrameServer(self._calls, limits, frozenset((os.geteuid(), 0)))
@@ -162,7 +171,8 @@ class CacheServer:
         """With other cache servers: their chunks are the last tier."""
         driver = self._driver
         parts = PeersParts(
-            *(self.instance, self.incarnation, cache, driver.step, driver.waiters, self._arena.mapping, private_tenants)
+            *(self.instance, self.incarnation, cache, driver.step, driver.waiters, self._arena.mapping),
+            *(private_tenants, self._tracing),
         )
         self._peers = Peers.start(self.spec, parts)
         self._stores.append(self._peers.store)
@@ -296,10 +306,25 @@ class CacheServer:
         """Whether report number ``sequence`` exists; waits for it up to ``timeout_s``."""
         return await self._reports.waiters.wait(sequence, timeout_s)
 
-    def clear(self, tenant: str | None, model: str | None) -> Cleared:
-        """Forgets the chunks of a tenant, a model, both, or, with neither, all."""
-        reply = self._driver.step(Clear(tenant, model))
-        assert isinstance(reply, Cleared), reply
+    @property
+    def cache(self) -> Cache:
+        """To be read; ``control`` changes it."""
+        return self._driver.cache
+
+    @property
+    def now_s(self) -> float:
+        """By the clock of the cache's steps."""
+        return self._driver.now_s
+
+    def control(self, event: Clear | Pin | Unpin | SetQuota) -> Reply:
+        """What an operator asks for.
+
+        Raises:
+            AntiphonError: it is refused, and nothing has changed.
+        """
+        reply = self._driver.step(event)
+        if isinstance(reply, Refused):
+            raise reply.error
         return reply
 
     def loops_alive(self) -> dict[str, bool]:

@@ -101,6 +101,11 @@ def status_of(server: ServerView, health: Json, tally: ProbeTally) -> Json:
             "aborted": totals.num_aborted,
         },
         "leases": _leases_summary(leases, engines),
+        "pins": {
+            "count": statistics.num_pins,
+            "pinned_bytes": statistics.pinned_bytes,
+            "pinned_bytes_max": statistics.pinned_bytes_max,
+        },
         "handoffs": dict(server.handoffs),
         "engines": [dataclasses.asdict(engine) for engine in engines],
         "tenants": _tenants_of(statistics.tenants),
@@ -166,7 +171,7 @@ def leases_of(server: ServerView) -> Json:
 
 
 def event_of(event: ChunkStored | ChunkRemoved) -> Json | None:
-    """An entry of ``/events``; None for the probe's."""
+    """An entry of ``/events``; None for the probe's. ``at``: when, in seconds since 1970."""
     if event.tenant == PROBE_NAME:
         return None
     common: Json = {
@@ -177,6 +182,7 @@ def event_of(event: ChunkStored | ChunkRemoved) -> Json | None:
         "model": event.model,
         "tenant": event.tenant,
         "num_bytes": event.num_bytes,
+        "at": round(event.at_s + time.time() - time.monotonic(), 3),
     }
     if isinstance(event, ChunkStored):
         return common | {"parent": event.parent.hex() if event.parent is not None else None}

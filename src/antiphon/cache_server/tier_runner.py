@@ -22,8 +22,11 @@ from typing import Final
 from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import TierKey
+from antiphon.cache_server.traces import ServerTraces
 from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull
 from antiphon.core.quiet_log import QuietLog
+from antiphon.observe.trace_context import SpanContext
+from antiphon.observe.tracing import ActiveSpan, activated
 from antiphon.storage.arena import ArenaMapping
 from antiphon.storage.tier import ChunkMeta, ExpectingStore, TierStore
 
@@ -38,7 +41,8 @@ _REMOVED_AT_ONCE: Final = 256
 class _Tier:
     store: TierStore
     known_max: int
-    jobs: SimpleQueue[TierJob | None]
+    jobs: SimpleQueue[tuple[TierJob, SpanContext | None] | None]
+    """What is to be done, and the lookup that it is traced for."""
     threads: list[threading.Thread]
 
 
@@ -64,6 +68,8 @@ class TierRunner:
         self._loop = asyncio.get_running_loop()
         self._quiet = QuietLog(log)
         self._is_closed = False
+        self.traces: ServerTraces | None = None
+        """None where nothing is traced."""
         self._tiers: list[_Tier] = []
         for store, (num_threads, known_max) in zip(stores, limits, strict=True):
             tier = _Tier(store, known_max, SimpleQueue(), [])
@@ -76,7 +82,8 @@ class TierRunner:
 
     def run(self, job: TierJob) -> None:
         """Begins a job."""
-        self._tiers[job.tier].jobs.put(job)
+        parent = None if self.traces is None else self.traces.parent_of(job)
+        self._tiers[job.tier].jobs.put((job, parent))
 
     def usages(self) -> list[tuple[int, int, int | None]]:
         """For each tier: records, their bytes, and the most bytes, as far as this process knows."""
@@ -106,10 +113,11 @@ class TierRunner:
 
     def _serve(self, tier: _Tier) -> None:
         while True:
-            job = tier.jobs.get()
-            if job is None:
+            given = tier.jobs.get()
+            if given is None:
                 return
-            done = self._end_of(tier, job)
+            job, parent = given
+            done = self._end_of(tier, job) if parent is None else self._traced_end_of(tier, job, parent)
             if self._is_closed:
                 continue
             try:
@@ -120,6 +128,16 @@ class TierRunner:
     def _told(self, done: TierDone) -> None:
         if not self._is_closed:
             self._on_done(done)
+
+    def _traced_end_of(self, tier: _Tier, job: TierJob, parent: SpanContext) -> TierDone:
+        """The same, with a span of its own."""
+        traces = self.traces
+        assert traces is not None
+        span, began_s = ActiveSpan(traces.tracing.begin(parent)), time.time()
+        with activated(span):
+            done = self._end_of(tier, job)
+        traces.record(job, tier.store.name, (span, parent, began_s), done)
+        return done
 
     def _end_of(self, tier: _Tier, job: TierJob) -> TierDone:
         try:

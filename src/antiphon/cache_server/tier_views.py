@@ -39,6 +39,7 @@ def _tier_of(tier: TierStatistics, usage: Usage) -> dict[str, object]:
             "bytes_max": tier.queue_bytes_max,
             "chunks": tier.num_waiting,
             "later": tier.num_dirty,
+            "is_paused": tier.is_paused,
         },
         "fetches": {
             "hit": counts.num_fetched,

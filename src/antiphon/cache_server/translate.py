@@ -172,6 +172,8 @@ def answer_of(reply: Reply) -> wire.Answered:
             return wire.Attached(reply.usable_bytes)
         case effects.Cleared():
             return wire.Cleared(reply.num_chunks, reply.freed_bytes, reply.held_bytes)
+        case effects.Pinned() | effects.Unpinned() | effects.QuotaSet():
+            raise AssertionError(f"an operator's {type(reply).__name__} is the answer to no call")
         case effects.Detached() | effects.ArenaResized() | effects.Ticked() | effects.TierNoted():
             raise AssertionError(f"no call is answered by {type(reply).__name__}")
 

@@ -23,7 +23,7 @@ VERBS = {
     "bench": ("antiphon.cli.bench", "Measure how fast it is on this machine."),
     "router": ("antiphon.cli.router", "Run the router."),
     "endpoints": ("antiphon.cli.endpoints", "Look at a running router's engines; add, drain and remove them."),
-    "cache": ("antiphon.cli.cache", "Look at a running cache server, or clear it."),
+    "cache": ("antiphon.cli.cache", "Look at running cache servers; list, clear and pin what they hold, set quotas."),
     "cache-server": ("antiphon.cli.cache_server", "Run a cache server."),
     "server": ("antiphon.cli.cache_server", "The same as cache-server."),
     "coordinator": ("antiphon.cli.coordinator", "Run a coordinator: it lets cache servers share what they hold."),

@@ -10,6 +10,8 @@
     │   ├── QuotaExceeded      the tenant's quota is full of what cannot be evicted
     │   ├── LayoutMismatch     the call and what is registered differ in meaning: layout, model or tenant
     │   ├── ConnectionUnknown  the connection is not attached
+    │   ├── ChunkUnknown       there is no such chunk in memory, or no such pin
+    │   ├── ChunksPinned       what would go is pinned
     │   ├── LeaseUnknown       there is no such lease, or it has ended
     │   ├── NotOwner           the lease belongs to another request or engine
     │   ├── StaleHandle        the region was given to something else, or the writer holds no reservation on it
@@ -120,6 +122,14 @@ class LayoutMismatch(CacheError):
 
 class ConnectionUnknown(CacheError):
     """The connection is not attached."""
+
+
+class ChunkUnknown(CacheError):
+    """There is no such chunk in memory, or no such pin."""
+
+
+class ChunksPinned(CacheError):
+    """What would go is pinned."""
 
 
 class LeaseUnknown(CacheError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from antiphon.cache.events import Clear
 from antiphon.sim.engine import Engine
 from antiphon.sim.faults import Fault
 from antiphon.sim.network import Process
@@ -13,6 +16,9 @@ SLOWNESS = (50.0, 600.0)
 """A slow link's delays are multiplied by a number between these: a round trip of about 10 to 120 ms."""
 SLOW_S = (0.05, 1.0)
 SERVER_RESTART_S = (0.01, 0.2)
+PIN_S = (None, None, 0.05, 0.5, 2.0)
+QUOTA_CHUNKS = (None, None, 0, 1, 2, 3, 5)
+"""Quotas in chunks of the larger model."""
 TIER_FAULT_S = (0.05, 2.0)
 TIER_SLOWNESS = (5.0, 60.0)
 
@@ -38,6 +44,10 @@ def inject(world: World, fault: Fault, subject: str) -> None:
         _slow(world)
     elif fault is Fault.CLEAR:
         _clear(world)
+    elif fault is Fault.PIN:
+        _pin(world)
+    elif fault is Fault.QUOTA:
+        _set_quota(world)
     elif world.tiers:
         _hurt_tier(world, fault)
 
@@ -52,6 +62,8 @@ def heal(world: World) -> None:
     for process in [world.server.process, *(process for engine in world.engines for process in engine.processes)]:
         if process.is_stopped:
             process.resume()
+    server = world.server
+    server.process.run(lambda: server.undo_control(world.quotas))
 
 
 def _choose(world: World, subject: str) -> Engine:
@@ -134,8 +146,27 @@ def _clear(world: World) -> None:
     chance = world.timeline.random
     tenant = chance.choice((None, None, *TENANTS))
     model = chance.choice((None, None, *(engine.options.model.name for engine in world.engines)))
+    event = Clear(tenant, model, spares_pinned=chance.random() < 0.5)
     server = world.server
-    server.process.run(lambda: server.clear(tenant, model))
+    server.process.run(lambda: server.clear(event))
+
+
+def _pin(world: World) -> None:
+    chance = world.timeline.random
+    server = world.server
+    for _ in range(chance.randint(1, 3)):
+        number, ttl_s, is_end = chance.random(), chance.choice(PIN_S), chance.random() < 0.2
+        pinning, ending = partial(server.pin_some, number, ttl_s), partial(server.unpin_some, number)
+        server.process.run(ending if is_end else pinning)
+
+
+def _set_quota(world: World) -> None:
+    chance = world.timeline.random
+    tenant, num_chunks = chance.choice(TENANTS), chance.choice(QUOTA_CHUNKS)
+    server = world.server
+    server.process.run(
+        lambda: server.set_quota(tenant, None if num_chunks is None else num_chunks * world.chunk_bytes_max)
+    )
 
 
 def _hurt_tier(world: World, fault: Fault) -> None:

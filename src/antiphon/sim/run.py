@@ -39,6 +39,15 @@ STORMS = (
     ("store begins", (Fault.KILL_ENGINE, Fault.CLEAR)),
 )
 """Faults that are worse together, and their moment; the first comes at once, the others soon after it."""
+CONTROL = (
+    ("store begins", (Fault.PIN, Fault.QUOTA)),
+    ("load begins", (Fault.PIN, Fault.QUOTA, Fault.PIN)),
+    (None, (Fault.PIN, Fault.CLEAR, Fault.PIN, Fault.QUOTA)),
+    (None, (Fault.QUOTA,)),
+    (None, (Fault.PIN,)),
+)
+"""What an operator does, besides the faults, and when."""
+NUM_CONTROLS = (0, 4)
 SOON_S = (0.0, 0.001, 0.01, 0.05)
 """Faults come at most this long after their moment."""
 MOMENTS = ("lookup", "promise", "load begins", "store begins", None, None, None, None)
@@ -108,7 +117,7 @@ def _safety(world: World) -> None:
         is_in_burst = chance.random() < 0.6
         at_s = chance.choice(bursts_s) + chance.uniform(0, BURST_S) if is_in_burst else chance.uniform(0, SAFETY_S)
         timeline.after(at_s, world.ask_something)
-    faults = [fault for fault in world.options.faults if fault is not Fault.ABORT]
+    faults = [fault for fault in world.options.faults if fault not in (Fault.ABORT, Fault.PIN, Fault.QUOTA)]
     for _ in range(chance.randint(*NUM_FAULTS) if faults else 0):
         if chance.random() < 0.5:
             storms = STORMS + TIER_STORMS if world.tiers else STORMS
@@ -116,6 +125,9 @@ def _safety(world: World) -> None:
             _arm(world, moment, tuple(fault for fault in storm if fault in faults))
         else:
             _arm(world, chance.choice(MOMENTS), (chance.choice(faults),))
+    for _ in range(chance.randint(*NUM_CONTROLS)):
+        moment, controls = chance.choice(CONTROL)
+        _arm(world, moment, tuple(control for control in controls if control in world.options.faults))
     timeline.run_until(SAFETY_S)
 
 

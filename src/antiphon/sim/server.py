@@ -6,7 +6,7 @@ this side closed it; the arena is populated piece by piece; ``Tick`` comes when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from antiphon.cache.arena import RegionHandle
@@ -17,17 +17,36 @@ from antiphon.cache.effects import (
     Effect,
     Onboarded,
     Onboarding,
+    Pinned,
+    QuotaSet,
     Refused,
+    Removal,
     Reply,
     Reserved,
     TierChanged,
+    Unpinned,
 )
-from antiphon.cache.events import ArenaGrew, Attach, Clear, ConnectionId, Detach, Event, Release, Tick, TierDone
+from antiphon.cache.events import (
+    ArenaGrew,
+    Attach,
+    Clear,
+    ConnectionId,
+    Detach,
+    Event,
+    Pin,
+    Release,
+    SetQuota,
+    Tick,
+    TierDone,
+    Unpin,
+)
+from antiphon.cache.inspection import Selected
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
 from antiphon.cache.tier_jobs import TierJob
 from antiphon.cache.tier_options import TiersOptions
-from antiphon.core.errors import LeaseUnknown, StaleHandle
+from antiphon.core.chunks import ChunkKey
+from antiphon.core.errors import AntiphonError, CapacityExceeded, ChunksPinned, ChunkUnknown, LeaseUnknown, StaleHandle
 from antiphon.sim.client import Answer, Call, with_connection
 from antiphon.sim.memory import Arena
 from antiphon.sim.network import Channel, Process
@@ -37,7 +56,10 @@ from antiphon.sim.timeline import CheckFailed, Timeline
 EXPECTED_ERRORS = (LeaseUnknown, StaleHandle)
 """What a client that keeps the rules can be refused with: it released or committed to a connection that had ended."""
 
+EXPECTED_BY_OPERATORS = (CapacityExceeded, ChunksPinned, ChunkUnknown)
+
 GROW_S = 0.04
+OPERATOR = "operator"
 FREED = 0xFE
 """What the bytes of a freed region are overwritten with."""
 
@@ -91,6 +113,8 @@ class Server:
         self._num_steps = 0
         self._tick_due_s = float("inf")
         self._usable_bytes = options.initial_usable_bytes
+        self._pins: dict[ChunkKey, tuple[frozenset[ChunkKey], float]] = {}
+        """What pins keep, and until when, by the answers alone."""
         self.process.after(GROW_S, self._grow)
 
     def accept(self, client: Process) -> tuple[Channel[Call], Channel[Answer]]:
@@ -157,9 +181,64 @@ class Server:
 
         tier.run(job, self.process, self.arena, done)
 
-    def clear(self, tenant: str | None, model: str | None) -> None:
+    # ---- an operator -------------------------------------------------------------------------------------------------
+
+    def control(self, event: Pin | Unpin | SetQuota) -> Reply:
+        """An operator asks for something."""
+        return self.step(event, OPERATOR)
+
+    def clear(self, event: Clear) -> None:
         """An operator clears."""
-        self.step(Clear(tenant, model), "operator")
+        self.step(event, OPERATOR)
+
+    def pin_some(self, number: float, ttl_s: float | None) -> None:
+        """Pins the prefix up to one of the chunks; ``number`` from 0 to 1 says which."""
+        facts = self.cache.chunk_facts(Selected(), 0, 1_000).chunks
+        if not facts:
+            return
+        parents = {each.key: each.parent for each in facts}
+        key: ChunkKey | None = facts[int(number * len(facts))].key
+        assert key is not None
+        reply = self.control(Pin((key,), ttl_s))
+        if isinstance(reply, Pinned):
+            kept: list[ChunkKey] = []
+            while key is not None:
+                kept.append(key)
+                key = parents[key]
+            until_s = float("inf") if ttl_s is None else self._timeline.now_s + ttl_s
+            self._pins[reply.key] = (frozenset(kept), until_s)
+
+    def unpin_some(self, number: float) -> None:
+        """Ends one of the pins."""
+        pins = self.cache.pins()
+        if pins:
+            key = pins[int(number * len(pins))].key
+            self._pins.pop(key, None)
+            self.control(Unpin(key))
+
+    def set_quota(self, tenant: str, quota_bytes: int | None) -> None:
+        """Gives a tenant a quota, or takes it away where there is one."""
+        if quota_bytes is not None or tenant in self.cache.quotas():
+            self.control(SetQuota(tenant, quota_bytes))
+
+    def undo_control(self, quotas: Mapping[str, int]) -> None:
+        """Ends all pins; the quotas are those of the start."""
+        self._pins = {}
+        self.control(Unpin())
+        for tenant in sorted({*self.cache.quotas(), *quotas}):
+            self.set_quota(tenant, quotas.get(tenant))
+
+    def _check_pins(self, notices: list[Effect]) -> None:
+        """What is pinned goes by a clear alone, and the whole pin with it."""
+        now_s = self._timeline.now_s
+        self._pins = {key: (kept, until_s) for key, (kept, until_s) in self._pins.items() if until_s > now_s}
+        for notice in notices:
+            if isinstance(notice, ChunkRemoved):
+                hit = [key for key, (kept, _) in self._pins.items() if notice.key in kept]
+                if hit and notice.removal is not Removal.CLEARED:
+                    raise CheckFailed(f"a pinned chunk went: {notice.removal.value} {notice.key[:3].hex()}")
+                for key in hit:
+                    del self._pins[key]
 
     def _grow(self) -> None:
         """More of the arena is populated."""
@@ -174,11 +253,12 @@ class Server:
         timeline = self._timeline
         reply, *notices = self.cache.step(event, timeline.now_s)
         timeline.note(f"{self.process.name} {caller} {_brief(event)} -> {_brief(reply)}")
+        self._check_pins(notices)
         for notice in notices:
             self._count_notice(notice)
             if isinstance(notice, TierJob):
                 self._run(notice)
-        self._count_reply(reply)
+        self._count_reply(reply, EXPECTED_BY_OPERATORS if caller == OPERATOR else EXPECTED_ERRORS)
         self._num_steps += 1
         if self._num_steps % self._validate_every == 0:
             self.cache.validate()
@@ -208,7 +288,7 @@ class Server:
         self._tick_due_s = float("inf")
         self.step(Tick(), self.process.name)
 
-    def _count_reply(self, reply: Effect) -> None:
+    def _count_reply(self, reply: Effect, expected: tuple[type[AntiphonError], ...]) -> None:
         timeline = self._timeline
         if isinstance(reply, Reserved):
             for verdict in reply.verdicts:
@@ -220,8 +300,10 @@ class Server:
                 timeline.count(f"commit {outcome.value}")
         elif isinstance(reply, Refused):
             timeline.count(f"refused {type(reply.error).__name__}")
-            if not isinstance(reply.error, EXPECTED_ERRORS):
+            if not isinstance(reply.error, expected):
                 raise CheckFailed(f"a client that keeps the rules was refused: {reply.error!r}")
+        elif isinstance(reply, Pinned | Unpinned | QuotaSet):
+            timeline.count(f"reply {type(reply).__name__}")
 
     def _count_notice(self, notice: Effect) -> None:
         self._timeline.note(f"{self.process.name}   {_brief(notice)}")
@@ -266,7 +348,9 @@ def _brief(value: object) -> str:
     return " ".join(words)
 
 
-_DULL = frozenset({"namespace", "model", "num_bytes", "chunk_size_tokens", "layout", "sequence", "next_deadline_s"})
+_DULL = frozenset(
+    {"at_s", "namespace", "model", "num_bytes", "chunk_size_tokens", "layout", "sequence", "next_deadline_s"}
+)
 
 
 def _short(item: object) -> str:

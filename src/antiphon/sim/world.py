@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from antiphon.cache.options import CacheOptions
@@ -44,7 +45,7 @@ class World:
         slabs = [1, 2, 4]
         chance.shuffle(slabs)
         models = [SimulatedModel("first", slabs[0]), SimulatedModel("second", slabs[1])]
-        chunk_bytes_max = max(models[0].num_slabs, models[1].num_slabs) * SLAB_BYTES
+        chunk_bytes_max = self.chunk_bytes_max = max(models[0].num_slabs, models[1].num_slabs) * SLAB_BYTES
         self._cache_options = CacheOptions(
             arena_bytes=max(chance.randint(16, 72) * SLAB_BYTES, 4 * chunk_bytes_max),
             usable_bytes=chance.choice((0, 4 * SLAB_BYTES, None)),
@@ -56,6 +57,8 @@ class World:
             reservation_alarm_s=1.5,
             leased_share_max=chance.choice((0.5, 1.0)),
             leases_per_engine_max=chance.choice((3, 64)),
+            pinned_share_max=chance.choice((0.3, 0.5)),
+            pins_max=chance.choice((2, 64)),
             reserved_share_max=chance.choice((0.5, 1.0)),
             quota_bytes={"capped": chance.choice((2, 3, 5)) * chunk_bytes_max},
             event_log_max=64,
@@ -113,6 +116,11 @@ class World:
             ask_keys_max=chance.choice((2, 512)),
             private_tenants=frozenset({"other"} if chance.random() < 0.2 else ()),
         )
+
+    @property
+    def quotas(self) -> Mapping[str, int]:
+        """What each life of the server begins with."""
+        return self._cache_options.quota_bytes
 
     def is_private(self, tenant: str) -> bool:
         """Whether the tenant's chunks stay in the arena."""

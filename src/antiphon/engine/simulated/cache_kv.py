@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import hashlib
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,8 @@ from antiphon.protocol.cache_handoff import HandoffKey
 THREADS: Final = 8
 ONBOARD_MAX_S: Final = 600.0
 """The server's own limit is shorter."""
+_ID_END: Final = 1 << 31
+"""Real vocabularies are far smaller: cache keys have no room for the ids that hold a text's bytes (``tokenizer``)."""
 ANSWER_SLACK_S: Final = 0.5
 ONBOARD_SLACK_S: Final = 1.0
 """Beyond the time that the server has named."""
@@ -98,7 +101,8 @@ class SimulatedCache:
         return NamespaceDigest(hashlib.sha256(said.encode("utf-8", "replace")).digest())
 
     def _keys(self, request: Request) -> list[bytes]:
-        return list(chunk_keys(self._namespace(request), request.prompt, self._options.chunk_size_tokens))
+        tokens = [token if token < _ID_END else zlib.crc32(token.to_bytes(8)) % _ID_END for token in request.prompt]
+        return list(chunk_keys(self._namespace(request), tokens, self._options.chunk_size_tokens))
 
     # ---- prefill -----------------------------------------------------------------------------------------------------
 
@@ -124,7 +128,8 @@ class SimulatedCache:
         if session is None or not keys or not session.hold():
             return
         try:
-            body = calls.Reserve(self._namespace(request), tenant_named(request.namespace), None, b"".join(keys))
+            names = (self._namespace(request), tenant_named(request.namespace))
+            body = calls.Reserve(*names, None, b"".join(keys), request.traceparent)
             reserved = session.call(body)
             assert isinstance(reserved, calls.Reserved)
             for grant in reserved.grants:
@@ -150,17 +155,19 @@ class SimulatedCache:
             return []
         try:
             namespace, tenant = self._namespace(request), tenant_named(request.namespace)
-            body = calls.Lookup(request.request_id, namespace, tenant, b"".join(keys), ONBOARD_MAX_S, 0.0, key)
+            waits, of_trace = (ONBOARD_MAX_S, 0.0), request.traceparent
+            body = calls.Lookup(request.request_id, namespace, tenant, b"".join(keys), *waits, key, of_trace)
             found = _wait(session.submit(body))
             if found is None or found.lease is None:
                 return []
-            contents = [
-                ctypes.string_at(session.address_of(region) + block * BLOCK_BYTES, BLOCK_BYTES)
-                for region in found.regions
-                for block in range(self._blocks_per_chunk)
-            ]
-            self._client.release(session.incarnation, request.request_id, found.lease)
-            return contents
+            try:
+                return [
+                    ctypes.string_at(session.address_of(region) + block * BLOCK_BYTES, BLOCK_BYTES)
+                    for region in found.regions
+                    for block in range(self._blocks_per_chunk)
+                ]
+            finally:
+                self._client.release(session.incarnation, request.request_id, found.lease)
         except AntiphonError:
             return []
         finally:

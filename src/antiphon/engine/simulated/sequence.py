@@ -59,6 +59,8 @@ class Sequence:
     """What a prefill engine has stored of it."""
     loaded: list[bytes] = field(default_factory=list)
     """Bytes of its first blocks, as the cache server had them."""
+    traceparent: str = ""
+    """W3C trace context of its request; empty where it came with none."""
     slowdown: float = 1.0
     """Factor on prefill and decode times; a fault."""
 

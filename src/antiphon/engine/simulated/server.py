@@ -43,6 +43,7 @@ _STATUS_FAULTS = {
     "respond_429": (429, "TooManyRequestsError", "Too many requests"),
 }
 _STOP_TIMEOUT_S = 0.5
+TRACEPARENT_CHARS_MAX = 128
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,10 @@ class SimulatedServer:
             return
         names = self._names(request, prefix, asked.request_id)
         generation = Generation(asked, names, responder, self._hooks, fault)
-        generation.start(self._sequences(asked, names.response_id, fault))
+        sequences = self._sequences(asked, names.response_id, fault)
+        for sequence in sequences:
+            sequence.traceparent = (request.header(b"traceparent") or b"").decode("latin-1")[:TRACEPARENT_CHARS_MAX]
+        generation.start(sequences)
         self._generations.add(generation)
         try:
             if not generation.done.done():

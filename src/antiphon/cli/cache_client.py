@@ -1,0 +1,240 @@
+"""What the verbs of ``antiphon cache`` share: the questions to a server's admin address, and how answers are shown.
+
+Without ``--url`` a verb means every cache server of the deployments that run here, or one that listens at the default
+address.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import click
+
+from antiphon.cli.status import collect
+from antiphon.config.supervisor_spec import default_state_dir
+from antiphon.core.errors import AntiphonError, CacheUnavailable, CallTimeout, ConfigError, ProtocolError
+
+DEFAULT_URL: Final = "http://127.0.0.1:8090"
+TIMEOUT_S: Final = 5.0
+ANSWER_MAX_BYTES: Final = 16 << 20
+
+FIELDS: Final = {
+    "/status": frozenset(("instance", "storage_manager", "tokens", "reports", "leases", "engines", "tenants", "pins")),
+    "/leases": frozenset(("leases", "num_left_out")),
+    "/events": frozenset(("incarnation", "next", "num_lost", "events")),
+    "/clear": frozenset(("num_chunks", "freed_bytes", "held_bytes", "num_unpinned", "tiers")),
+    "/namespaces": frozenset(("namespaces", "num_left_out")),
+    "/chunks": frozenset(("after", "chunks")),
+    "/chunks/facts": frozenset(("after", "chunks", "chunk_size_tokens")),
+    "/pins": frozenset(("pins", "pinned_bytes", "pinned_bytes_max")),
+    "/pin": frozenset(("key", "num_chunks", "num_named", "num_bytes")),
+    "/unpin": frozenset(("num_pins", "pinned_bytes")),
+    "/quota": frozenset(("quotas", "num_left_out", "default_quota_bytes")),
+    "PUT /quota": frozenset(("tenant", "quota_bytes", "used_bytes", "num_evicted")),
+}
+"""By what an answer is known: servers of other kinds have a ``/status`` too."""
+
+ROUTE_NOT_FOUND: Final = "route_not_found"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class NotThere(AntiphonError):
+    """The server has nothing of what was named."""
+
+
+class AdminClient:
+    """Asks one cache server, one connection a question, no proxy.
+
+    Args:
+        url: ``http://HOST:PORT``.
+
+    Raises:
+        ConfigError: ``url`` is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        text = url if "//" in url else f"http://{url}"
+        wrong = ConfigError(f"--url {url}: not an address of the form http://HOST:PORT")
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            raise wrong from None
+        if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query:
+            raise wrong
+        self.url = url
+        self._host = host
+        self._port = port or 80
+
+    def get(self, path: str, *, wait_s: float | None = None, **query: object) -> dict[str, Any]:
+        """The JSON answer to a GET.
+
+        Args:
+            wait_s: of a long poll; it is added to the time that the answer may take.
+            query: parameters.
+
+        Raises:
+            CacheUnavailable, CallTimeout: no server answers there.
+            ProtocolError: something else does.
+            NotThere: the server has nothing of what was named.
+            AntiphonError: the server refuses.
+        """
+        if wait_s is not None:
+            query["wait_s"] = wait_s
+        return self._ask("GET", path, urlencode(query), None, TIMEOUT_S + (wait_s or 0.0))
+
+    def post(self, path: str, body: object) -> dict[str, Any]:
+        """The JSON answer to a POST. Raises as ``get``."""
+        return self._ask("POST", path, "", json.dumps(body).encode(), TIMEOUT_S)
+
+    def put(self, path: str, body: object) -> dict[str, Any]:
+        """The JSON answer to a PUT. Raises as ``get``."""
+        return self._ask("PUT", path, "", json.dumps(body).encode(), TIMEOUT_S)
+
+    def _ask(self, method: str, path: str, query: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        headers = {"content-type": "application/json"} if body is not None else {}
+        try:
+            connection.request(method, f"{path}?{query}" if query else path, body=body, headers=headers)
+            response = connection.getresponse()
+            status, data, num_missing = response.status, response.read(ANSWER_MAX_BYTES), response.length
+        except TimeoutError as error:
+            raise CallTimeout(
+                f"the cache server at {self.url} did not answer within {timeout_s:g} s",
+                remedy="it hangs or the machine is overloaded: look at its log, or restart it",
+            ) from error
+        except OSError as error:
+            raise CacheUnavailable(
+                f"no cache server answers at {self.url}: {error.strerror or error}",
+                remedy="start one with antiphon cache-server or antiphon up, or name its --http-port with --url",
+            ) from error
+        except http.client.HTTPException as error:
+            raise _not_a_cache_server(self.url, repr(error)) from error
+        finally:
+            connection.close()
+        if num_missing:
+            raise _not_a_cache_server(self.url, f"{num_missing} bytes of its answer are missing, or too many")
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            raise _not_a_cache_server(self.url, f"status {status}, no JSON") from None
+        if not isinstance(answer, dict):
+            raise _not_a_cache_server(self.url, f"status {status}, no JSON object")
+        detail = answer.get("error")
+        code = detail.get("code") if isinstance(detail, dict) else None
+        if status == HTTPStatus.NOT_FOUND and code in (None, ROUTE_NOT_FOUND):
+            raise _not_a_cache_server(self.url, f"it has no {path}")
+        if "error" in answer:
+            message = printable(str(detail.get("message") if isinstance(detail, dict) else detail))
+            if status == HTTPStatus.NOT_FOUND:
+                raise NotThere(f"{self.url}: {message}")
+            raise AntiphonError(f"{self.url} refuses {method} {path}: {message} (status {status})")
+        lacking = sorted(FIELDS.get(f"{method} {path}", FIELDS[path]) - answer.keys())
+        if lacking:
+            raise _not_a_cache_server(self.url, f"{path} lacks {', '.join(lacking)}")
+        return answer
+
+
+def _not_a_cache_server(url: str, what: str) -> ProtocolError:
+    return ProtocolError(
+        f"what answers at {url} is no cache server ({what})", remedy="name the server's --http-port with --url"
+    )
+
+
+def admin_options(command: Command) -> Command:
+    """The options that every verb of the group has."""
+    command = click.option("--json", "is_json", is_flag=True, help="Print JSON as the server sends it.")(command)
+    return click.option(
+        "--url",
+        "urls",
+        multiple=True,
+        help="A server's admin address, http://HOST:PORT of its --http-port; several times for several. Default: the "
+        f"cache servers of what antiphon up runs here, or {DEFAULT_URL}.",
+    )(command)
+
+
+def targets(urls: Sequence[str]) -> list[AdminClient]:
+    """The servers meant: those named, else those of the running deployments, else the default address.
+
+    Raises:
+        ConfigError: a URL is none.
+    """
+    if not urls:
+        rows = [row for report in collect(default_state_dir(), None) for row in report.processes]
+        urls = [row.base_url for row in rows if row.role == "cache_server" and row.state == "ready"] or [DEFAULT_URL]
+    return [AdminClient(url) for url in urls]
+
+
+def show(answers: list[dict[str, Any]], is_json: bool, lines_of: Callable[[dict[str, Any]], list[str]]) -> None:
+    """Prints what each server answered, one after the other; as JSON a list, or the answer itself where it is one."""
+    if is_json:
+        click.echo(json.dumps(answers[0] if len(answers) == 1 else answers, indent=2))
+    else:
+        click.echo("\n\n".join("\n".join(lines_of(answer)) for answer in answers))
+
+
+def run(act: Callable[[], int]) -> None:
+    """Exit with what ``act`` returns; an error of ours is a message and exit code 1."""
+    try:
+        code = act()
+    except AntiphonError as error:
+        text = error.message if error.remedy is None else f"{error.message}\n  fix: {error.remedy}"
+        click.echo(f"antiphon cache: {text}", err=True)
+        code = 2 if isinstance(error, ConfigError) else 1
+    sys.exit(code)
+
+
+Asked = TypeVar("Asked")
+
+
+def each(servers: Sequence[AdminClient], ask: Callable[[AdminClient], Asked]) -> list[tuple[AdminClient, Asked]]:
+    """What each server answers. Of several, one that has nothing of what was named is told of and left out.
+
+    Raises:
+        NotThere: none of them has.
+        AntiphonError: as ``AdminClient``.
+    """
+    answers: list[tuple[AdminClient, Asked]] = []
+    lacking: list[NotThere] = []
+    for server in servers:
+        try:
+            answers.append((server, ask(server)))
+        except NotThere as error:
+            lacking.append(error)
+    if lacking and not answers:
+        raise lacking[0]
+    for left_out in lacking:
+        click.echo(f"antiphon cache: {left_out.message}", err=True)
+    return answers
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells in columns; the first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``3221225472`` as ``3.00 GiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def printable(text: str) -> str:
+    """Names come from clients: what would move a terminal's cursor is shown, not sent."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
