@@ -56,17 +56,17 @@ GROUPS = (
     Group("lint", "lint", 120, command=("-m", "ruff", "check", ".")),
     Group("lint", "format", 120, command=("-m", "ruff", "format", "--check", ".")),
     Group("types", "types", 600, command=("-m", "mypy")),
-    Group("unit", "unit", 1500, markers="not process and not real_engine"),
+    Group("unit", "unit", 2400, markers="not process and not real_engine"),
     Group(
         "compiled",
         "compiled",
-        600,
+        900,
         markers="not process and not real_engine and not interpreted",
         paths=("tests/router",),
         is_compiled=True,
     ),
-    Group("process", "process", 1800, markers="process and not real_engine"),
-    Group("real", "real engine", 2400, markers="real_engine"),
+    Group("process", "process", 2700, markers="process and not real_engine"),
+    Group("real", "real engine", 3000, markers="real_engine"),
 )
 
 
