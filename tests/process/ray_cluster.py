@@ -192,6 +192,18 @@ class App:
     def sizes(self) -> tuple[int, int]:
         return self.num_ready("prefill"), self.num_ready("decode")
 
+    def wait_size(self, role: str, num: int, timeout_s: float) -> None:
+        """Wait until so many engines of a pool take requests; what Serve's controller said last is in the error."""
+        try:
+            wait_for(lambda: self.num_ready(role) == num, f"{num} {role} engines", timeout_s)
+        except AssertionError as error:
+            logs = sorted((self.cluster.folder / "session_latest" / "logs" / "serve").glob("controller_*.log"))
+            said = [
+                line for path in logs for line in path.read_text(errors="replace").splitlines() if "GET" not in line
+            ]
+            rows = json.dumps(self.rows(role), indent=1)
+            raise AssertionError("\n".join([str(error), rows, *said[-40:]])) from None
+
     def changes(self) -> list[tuple[float, str, int, int, str]]:
         """What the policy has decided: when, for which pool, from and to how many, and why."""
         found = []

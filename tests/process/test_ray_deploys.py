@@ -169,7 +169,6 @@ class Asking:
 
 
 def test_an_application_deployed_again_serves_the_other_model(ray_app: App) -> None:
-    """The last test of the application."""
     cluster, config = ray_app.cluster, copy.deepcopy(ray_app.config)
     for role in ("prefill", "decode"):
         config[f"{role}_config"]["model_loading_config"] = {"model_id": "other"}
@@ -195,3 +194,6 @@ def test_an_application_deployed_again_serves_the_other_model(ray_app: App) -> N
     assert {info["shape"]["model"] for info in cluster.engines(APP).values()} == {"other"}
     wait_for(lambda: len(marked_pids(APP)) == 4, "one process for each engine, and the router", 30.0)
     assert before.isdisjoint(marked_pids(APP)), "an engine of the earlier deployment still runs"
+    cluster.call("run", pd_config=ray_app.config, name=APP)  # as the other tests of the application find it
+    wait_for(lambda: complete(cluster.http_port, "m").status == 200, "the first model is served again", 30.0)
+    wait_for(lambda: ray_app.sizes() == (1, 2), "its engines serve", 30.0)

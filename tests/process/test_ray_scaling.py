@@ -109,7 +109,7 @@ def test_pools_grow_and_shrink_without_a_failed_request(ray_app: App) -> None:
         grown: Counter[str] = Counter()
         for kind, role, num in ((Prompts, "prefill", 2), (Answers, "decode", 3)):
             with kind(app.router_port, num_clients=NUM_CLIENTS) as load:
-                wait_for(lambda role=role, num=num: app.num_ready(role) == num, f"{role} has grown", GROWN_WITHIN_S)
+                app.wait_size(role, num, GROWN_WITHIN_S)
                 load.wait_answers(40, time.monotonic())
                 served = {row["url"]: row["answered"] for row in app.rows(role)}
             grown += load.check(may_lose_connection=False)
