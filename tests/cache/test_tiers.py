@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.cache.breaker import Breaker, BreakerState
-from antiphon.cache.effects import Found, Notice, Onboarded, Onboarding, Refused, Removal, TierChanged, TierNoted
+from antiphon.cache.effects import (
+    Found,
+    Notice,
+    Onboarded,
+    Onboarding,
+    Refused,
+    Removal,
+    TierChanged,
+    TierNoted,
+    Verdict,
+)
 from antiphon.cache.events import Clear, ConnectionId, Lookup, TierDone
 from antiphon.cache.machine import Cache
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
@@ -193,17 +203,33 @@ def test_a_tier_that_answers_and_refuses_what_is_written_is_read() -> None:
     assert world.tier.breaker is BreakerState.CLOSED
     refuse()
     assert (world.tier.breaker, world.tier.is_paused, world.tier.num_opened) == (BreakerState.CLOSED, True, 1)
+    assert world.tier.reason
     world.wait(writer, "a")
     world.end_all(JobKind.FETCH)
     assert world.num_hit(writer, "a") == 1
     assert world.of(JobKind.PUBLISH) == []
     world.tick(2.0)
     world.end_all(JobKind.PUBLISH)
-    assert not world.tier.is_paused
+    assert (world.tier.is_paused, world.tier.reason) == (False, "")
     world.store(writer, "c")
     refuse()
     # What was published since is no sign of it any more.
     assert (world.tier.breaker, world.tier.num_opened) == (BreakerState.OPEN, 2)
+
+
+def test_what_is_to_be_evicted_does_not_wait_for_a_tier_that_has_no_room() -> None:
+    back = dataclasses.replace(THROUGH, store="back", flush_after_s=99.0, full_pause_s=2.0)
+    world = TierWorld(2, back, dirty_free_share=0.0)
+    writer = world.attach()
+    world.store(writer, "a")
+    world.tick(99.0)
+    world.end(world.of(JobKind.PUBLISH)[0], Outcome.FULL)
+    world.store(writer, "b")
+    assert world.store(writer, "c") == (Verdict.WRITE,)
+    assert world.of(JobKind.PUBLISH) == []
+    world.tick(2.0)
+    world.reserve(writer, "d")
+    assert len(world.of(JobKind.PUBLISH)) == 2, "now both are saved first"
 
 
 def test_a_tier_that_leaves_a_write_unanswered_is_left_alone_each_time() -> None:

@@ -384,3 +384,28 @@ def test_events_for_people() -> None:
 )
 def test_bytes_for_people(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("is_healthy", "reason", "said"),
+    [
+        (True, None, ""),
+        (True, "PUT answers 500", "; REFUSES WHAT IS WRITTEN: PUT answers 500"),
+        (False, "no connection", "; OUT OF SERVICE (open): no connection"),
+    ],
+)
+def test_a_tier_says_what_is_wrong_with_it(is_healthy: bool, reason: str | None, said: str) -> None:
+    tier = {
+        "name": "s3",
+        "is_healthy": is_healthy,
+        "breaker": "closed" if is_healthy else "open",
+        "reason": reason,
+        "total_object_count": 2,
+        "held_bytes": 1024,
+        "fetches": {"hit": 1, "miss": 2, "corrupt": 0},
+        "publications": {"published": 2},
+        "queue": {"bytes": 0},
+    }
+    manager = STATUS["storage_manager"] | {"l2_tiers": [tier]}
+    (line,) = [line for line in status_lines(STATUS | {"storage_manager": manager}) if line.startswith("tier ")]
+    assert line.endswith(f"wait{said}")

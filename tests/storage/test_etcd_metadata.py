@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.core.errors import ConfigError
+from antiphon.storage import etcd_metadata
 from antiphon.storage.etcd_metadata import REQUESTS_MAX, VALUE_MAX_BYTES, EtcdAccess, EtcdMetadata
 from tests.storage.secured_etcd import PASSWORD, USER, Certificates, SecuredEtcd
 from tests.storage.servers import Take
@@ -166,6 +167,37 @@ def test_a_token_that_etcd_has_forgotten_is_renewed(
     service.restore()
     assert call(url) == (200, b"x")
     assert call(url, "DELETE")[0] == 200
+
+
+@pytest.mark.parametrize("words", ["etcdserver: revision of auth store is old", "etcdserver: invalid auth token"])
+def test_a_token_of_before_a_change_of_users_is_renewed(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = iter(("first", "second"))
+    seen: list[tuple[str, str]] = []
+
+    def ask(etcd: object, path: str, body: dict[str, str], token: str) -> dict[str, object]:
+        seen.append((path, token))
+        if path == "/v3/auth/authenticate":
+            return {"token": next(given)}
+        if token == "first":
+            raise etcd_metadata._Refused(400, words)
+        return {}
+
+    monkeypatch.setattr(etcd_metadata._Etcd, "_ask", ask)
+    assert etcd_metadata._Etcd(EtcdAccess(["127.0.0.1:1"], user="u", password="p")).get(b"key") is None
+    assert [token for path, token in seen if path == "/v3/kv/range"] == ["first", "second"]
+
+
+def test_a_value_that_is_cut_off_is_not_kept(
+    start: Callable[[str], Started], serve: Callable[..., EtcdMetadata]
+) -> None:
+    served = serve(start("user")[1]).url
+    url = urllib.parse.urlsplit(served)
+    with socket.create_connection((url.hostname, url.port)) as client:
+        head = f"PUT {url.path}?key={urllib.parse.quote(KEY, safe='')} HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf"
+        client.sendall(head.encode())
+        client.shutdown(socket.SHUT_WR)
+        assert b" 400 " in client.recv(1000)
+    assert call(served)[0] == 404
 
 
 def test_a_hung_etcd_costs_its_timeout(start: Callable[[str], Started], serve: Callable[..., EtcdMetadata]) -> None:

@@ -366,7 +366,8 @@ class Onboarded:
 
 @dataclass(frozen=True, slots=True)
 class TierChanged:
-    """The breaker of a tier has opened or closed. ``reason``: of the failure that opened it."""
+    """The breaker of a tier has opened or closed, or what is written is refused, or taken again, while it is closed.
+    ``reason``: of the failure that opened it, or what else is to be said."""
 
     name: str
     state: str

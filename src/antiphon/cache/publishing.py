@@ -82,7 +82,8 @@ def _is_running(tier: Tier, chunk: Chunk) -> bool:
 def saves(tiers: Tiers, chunk: Chunk) -> bool:
     """The chunk is to be evicted. Returns whether it stays for now, to be published first."""
     for tier in tiers.tiers:
-        if chunk in tier.waiting.dirty and tier.breaker.is_closed and not tier.waiting.clears:
+        is_open = tier.breaker.is_closed and tier.full_until_s <= tiers.books.now_s
+        if chunk in tier.waiting.dirty and is_open and not tier.waiting.clears:
             return enqueue(tiers, tier, chunk, tiers.key_of(chunk), is_held=True)
     return False
 
@@ -147,7 +148,7 @@ def ended(tiers: Tiers, tier: Tier, running: Running, outcome: Outcome) -> None:
     tier.queued_bytes -= chunk.num_bytes
     if outcome is Outcome.DONE:
         tier.remember(publication.key)
-        tier.is_write_doubted = False
+        tiers.wrote(tier)
         counts.num_published += 1
         counts.published_bytes += chunk.num_bytes
         counts.publish_s += tiers.books.now_s - running.began_s

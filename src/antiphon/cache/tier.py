@@ -123,6 +123,8 @@ class Tier:
         """Nothing is published until then."""
         self.is_write_doubted = False
         """Whether a refused publication opened the breaker last, and none has succeeded since."""
+        self.write_reason = ""
+        """Why publications are refused, while the tier answers all the same; empty where they are not."""
         self.clearing: Selection | None = None
 
     # ---- what is there ---------------------------------------------------------------------------------------------

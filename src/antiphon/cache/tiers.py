@@ -36,7 +36,7 @@ class TierStatistics:
 
     Args:
         is_shared: whether others write to it too.
-        reason: why the breaker is not closed; empty where it is.
+        reason: why the breaker is not closed, or, where it is, why publications are refused; empty without either.
         num_known: keys that are known to be there.
         is_complete: whether nothing else is there.
         num_running: jobs that have not ended, overdue ones too.
@@ -195,6 +195,14 @@ class Tiers:
             tier.breaker.recovered()
             self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, ""))
 
+    def wrote(self, tier: Tier) -> None:
+        """A publication has succeeded."""
+        tier.is_write_doubted = False
+        if tier.write_reason:
+            tier.write_reason = ""
+            said = "What is written is taken again"
+            self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, said))
+
     def _failed(self, tier: Tier, reason: str, *, is_refused_write: bool = False) -> None:
         """A call failed, or had no answer in time.
 
@@ -205,6 +213,10 @@ class Tiers:
             # The tier has answered a probe since the last one was refused: it can be read, and has no room, for which
             # it has an error of its own.
             tier.full_until_s = self.books.now_s + tier.options.retry_max_s
+            if not tier.write_reason:
+                tier.write_reason = reason
+                said = f"It is read, and refuses what is written: {reason}"
+                self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, said))
         elif tier.breaker.failed(self.books.now_s, reason):
             tier.is_write_doubted = is_refused_write
             self.books.notices.append(TierChanged(tier.options.name, tier.breaker.state.value, reason))
@@ -273,7 +285,7 @@ class Tiers:
                 source=tier.options.source,
                 is_shared=tier.options.is_shared,
                 breaker=tier.breaker.state,
-                reason=tier.breaker.reason,
+                reason=tier.breaker.reason or tier.write_reason,
                 num_opened=tier.breaker.num_opened,
                 num_known=len(tier.known),
                 is_complete=tier.is_complete,

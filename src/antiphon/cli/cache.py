@@ -160,6 +160,8 @@ def _tier_line(tier: dict[str, Any]) -> str:
     fetches, publications, queue = tier["fetches"], tier["publications"], tier["queue"]
     num_asked = fetches["hit"] + fetches["miss"] + fetches["corrupt"]
     state = "" if tier["is_healthy"] else f"; OUT OF SERVICE ({tier['breaker']}): {printable(tier['reason'] or '')}"
+    if tier["is_healthy"] and tier["reason"]:
+        state = f"; REFUSES WHAT IS WRITTEN: {printable(tier['reason'])}"
     holds = f"{tier['total_object_count']} chunks, {format_bytes(tier['held_bytes'])}"
     return (
         f"{'tier':<9} {printable(tier['name'])}: {holds}; "

@@ -2,10 +2,9 @@
 a request of the router's own and not with a client's.
 
 An endpoint that is added at run time is held: it gets no request until its pairs with every engine of the other role
-that answers were tried, or until ``warm_timeout_s`` has passed; then it is opened in any case. It is opened before,
-and warmed beside its traffic, when it has done its part and the engines of the other role let all its warm-ups wait:
-they are full, and an engine more is what is needed. An engine that has come back in another life is warmed beside its
-traffic.
+that answers were tried, or until ``warm_timeout_s`` has passed; then it is opened in any case. It is opened before, and
+warmed beside its traffic, while all its warm-ups wait for engines of the other role and none for itself: they are full,
+and an engine more is what is needed. An engine that has come back in another life is warmed beside its traffic.
 
 Owns the endpoints that wait for this, each at most once, and a handful of tasks that end when none waits. A warm-up is
 no client's request: it has no receipt and counts in no metric but its own. Its prompt has a salt of its own, so that
@@ -196,7 +195,7 @@ class Warming:
                 before, num_warm = num_warm, sum(self._is_warm(endpoint, one) for one in partners)
                 if waiting and num_warm == before and self._waits_for(partners, endpoint):
                     log.info(
-                        "%s engine %s takes requests before its pairs are warm: those of the other role are full",
+                        "%s engine %s takes requests before its pairs are warm: the others do not answer yet",
                         endpoint.role,
                         endpoint.address,
                     )
@@ -244,6 +243,7 @@ class Warming:
             try:
                 engine_id = await self._pull(prefill, decode, model)
             except (UpstreamError, ProtocolError, _WarmUpFailed) as error:
+                self._asked.pop((prefill, decode), None)  # nobody's answer is waited for
                 self._metrics.pair_warmups.labels("failed").inc()
                 log.warning(
                     "warming prefill engine %s with decode engine %s failed: %s", prefill.address, decode.address, error

@@ -36,7 +36,11 @@ __all__ = ["EtcdAccess", "EtcdMetadata"]
 
 REQUESTS_MAX: Final = 16
 VALUE_MAX_BYTES: Final = 8 << 20
+_DRAINED_MAX_BYTES: Final = 4_096
+"""Of a request that is refused: a client that is still sending would not see the answer."""
 _UNAUTHENTICATED: Final = 401
+_STALE: Final = ("auth token", "revision of auth store is old", "user name is empty")
+"""What etcd says of a token that another life of it gave, or that was given before users or roles changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,8 @@ class _Etcd:
         try:
             return self._ask(path, body, token)
         except _Refused as error:
-            # A token that has expired, or that another life of etcd gave.
-            if not token or (error.status != _UNAUTHENTICATED and "auth token" not in str(error)):
+            is_stale = error.status == _UNAUTHENTICATED or any(words in str(error) for words in _STALE)
+            if not (token and is_stale):
                 raise TierUnavailable(f"etcd answers {error.status}: {error}") from None
         try:
             return self._ask(path, body, self._token_now(token))
@@ -199,7 +203,11 @@ class _Server(ThreadingHTTPServer):
         if not self._free.acquire(timeout=self.request_timeout_s):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread: what would release it does not run
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -223,10 +231,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         length = self.headers.get("Content-Length", "")
+        if not self._is_known():
+            self.rfile.read(min(int(length), _DRAINED_MAX_BYTES) if length.isdecimal() else 0)
+            self._answer(404, b"no such place")
+            return
         if not length.isdecimal() or int(length) > VALUE_MAX_BYTES:
             self._answer(413, b"no length, or too long")
             return
         value = self.rfile.read(int(length))
+        if len(value) != int(length):
+            self._answer(400, b"cut off")  # its sender has ended: half a value would look like a whole one
+            return
 
         def put(etcd: _Etcd, key: bytes) -> bytes:
             etcd.put(key, value)
@@ -239,9 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, call: Any) -> None:
         """Answers with what ``call`` returns: the content, or None for 404."""
-        parts = urlsplit(self.path)
-        (key, *_) = parse_qs(parts.query).get("key", [""])
-        if not secrets.compare_digest(parts.path.encode(), self.server.path.encode()) or not key:
+        (key, *_) = parse_qs(urlsplit(self.path).query).get("key", [""])
+        if not self._is_known() or not key:
             self._answer(404, b"no such place")
             return
         try:
@@ -250,6 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(503, error.message.encode())
             return
         self._answer(200, found) if found is not None else self._answer(404, b"metadata not found")
+
+    def _is_known(self) -> bool:
+        """Whether the client knows the path."""
+        return secrets.compare_digest(urlsplit(self.path).path.encode(), self.server.path.encode())
 
     def _answer(self, status: int, content: bytes) -> None:
         self.close_connection = True
