@@ -65,6 +65,20 @@ async def test_health(server: StandIn, admin: AdminServer) -> None:
     assert server.calls[-1] == "Clear"
 
 
+async def test_metrics_are_not_sent_while_a_probe_runs(server: StandIn, admin: AdminServer) -> None:
+    """Its chunk would be counted, and then not: a counter that goes down."""
+    seen: list[bytes | None] = []
+
+    def look(answer: wire.Answered) -> wire.Answered:
+        seen.append(admin.page_to_send())
+        return answer
+
+    server.faults["Commit"] = look
+    await get(admin.port, "/healthz")
+    assert seen == [None]
+    assert admin.page_to_send() == admin.page()
+
+
 async def test_health_of_a_server_that_hangs(
     server: StandIn, admin: AdminServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,16 @@ async def test_chunks_come_page_by_page(server: StandIn, admin: AdminServer) -> 
     assert (await get(admin.port, "/namespaces?tenant=a")).json["namespaces"][0]["in_tiers"] == {"disk": 1}
 
 
+async def test_records_of_tiers_without_a_chunk_in_memory_are_counted(server: StandIn, admin: AdminServer) -> None:
+    disk, *_ = with_tiers(server, TierOptions("disk"), TierOptions("pool", is_shared=True))
+    names = [("a", "m", 0), ("a", "m", 1), ("a", "x", 0), ("b", "m", 0), (PROBE_NAME, "m", 0)]
+    for tenant, model, number in names:
+        disk.remember(TierKey(tag_of(tenant) + tag_of(model) + bytes(23) + bytes((number,))))
+    for query, count in (("", 4), ("?tenant=a", 3), ("?model=m", 3), ("?tenant=a&model=m", 2)):
+        answer = (await get(admin.port, f"/namespaces{query}")).json
+        assert (answer["namespaces"], answer["in_tiers"]) == ([], {"disk": count, "pool": 0}), query
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [
@@ -268,7 +278,8 @@ async def test_quotas_are_shown_and_set(server: StandIn, admin: AdminServer) -> 
     assert figures["removals_total{reason=evicted_for_quota}"] == 2
     assert (await put(admin.port, "/quota", {"tenant": "a", "quota_bytes": None})).json["quota_bytes"] is None
     again = await put(admin.port, "/quota", {"tenant": "a", "quota_bytes": None})
-    assert (again.status, again.error["code"]) == (400, "invalid_request")
+    assert (again.status, again.error["code"]) == (404, "quota_unknown")
+    assert "'a' has no quota of its own" in again.error["message"]
 
 
 @pytest.mark.parametrize(

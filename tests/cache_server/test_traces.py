@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+import pytest
 
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobId, JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import TierKey
-from antiphon.cache_server.traces import PARTS_MAX, ServerTraces
+from antiphon.cache_server.tier_runner import TierRunner
+from antiphon.cache_server.traces import PARTS_MAX, QUESTIONS_MAX, LookupTrace, ServerTraces
 from antiphon.observe.trace_context import SpanContext
 from antiphon.observe.tracing import ActiveSpan, Span, Tracing
 from antiphon.protocol import cache as wire
@@ -111,6 +115,82 @@ def test_parts_of_one_lookup_are_bounded() -> None:
     assert parents == [trace.context] * PARTS_MAX + [None] * 5
     traces.over(trace, wire.Found(None, (), 0, 0))
     assert told(spans[0])["parts_left_out"] == 5
+
+
+def test_questions_take_no_room_of_what_is_read() -> None:
+    traces, spans = made()
+    trace = traces.begin(lookup())
+    assert trace is not None
+    traces.stepped()
+    traces.waits(trace, [key(1)])
+    questions = [traces.parent_of(job(JobKind.ASK, key(1))) for _ in range(QUESTIONS_MAX + 5)]
+    assert questions == [trace.context] * QUESTIONS_MAX + [None] * 5
+    assert traces.parent_of(job(JobKind.FETCH, key(1))) == trace.context
+    traces.over(trace, wire.Found(None, (), 0, 0))
+    assert "parts_left_out" not in told(spans[0])
+
+
+class Broken:
+    """What traces go to, with a bug."""
+
+    def begin(self, parent: SpanContext | None) -> SpanContext:
+        raise RuntimeError("a bug")
+
+    def record(self, span: Span) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_a_bug_costs_the_trace_alone(caplog: pytest.LogCaptureFixture) -> None:
+    traces, spans = made()
+    trace = traces.begin(lookup())
+    traces.stores.called(1, reserve(), reserved(0))
+    assert trace is not None
+    traces.tracing = traces.stores._tracing = Broken()  # type: ignore[assignment]
+    part = ActiveSpan(PARENT), PARENT, 1.0
+    traces.record(job(JobKind.FETCH, key(1)), "disk", part, TierDone(JobId(1), Outcome.DONE))
+    assert traces.begin(lookup()) is None
+    assert traces.begin_part(PARENT) is None
+    traces.waits(trace, (key(number) for number in (1, 2, -1)))
+    traces.over(trace, None)
+    traces.stores.called(1, reserve(), reserved(10))
+    traces.stores.gone(1)
+    assert spans == []
+    assert (traces.num_waiting, traces.stores.num_regions) == (0, 0)
+    (line, stores_line) = caplog.messages
+    assert "internal error in record" in line
+    assert "internal error in called" in stores_line
+
+
+class Store:
+    """A tier that has everything."""
+
+    name = "disk"
+
+    def probe(self) -> None:
+        pass
+
+    def contains(self, keys: tuple[TierKey, ...]) -> list[bool]:
+        return [True] * len(keys)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("part", ["begin", "record"])
+async def test_a_bug_in_a_trace_ends_no_job_and_no_thread(part: str) -> None:
+    traces, _ = made()
+    setattr(traces.tracing, part, getattr(Broken(), part))
+    ended: asyncio.Queue[TierDone] = asyncio.Queue()
+    runner = TierRunner([Store()], [(1, 10)], None, ended.put_nowait)  # type: ignore[list-item,arg-type]
+    runner.traces = traces
+    traces._now = LookupTrace(lookup(), PARENT, PARENT, 1.0)
+    try:
+        for _ in range(2):
+            runner.run(job(JobKind.ASK, key(1)))
+            done = await asyncio.wait_for(ended.get(), 10)
+            assert (done.outcome, done.found) == (Outcome.DONE, (True,))
+    finally:
+        assert runner.close()
 
 
 def test_a_job_says_how_it_ended() -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.compile import compile_spec
 from antiphon.config.coordinator_spec import CoordinatorSpec
+from antiphon.config.explain import explain
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.spec import Spec
@@ -55,6 +56,36 @@ def test_what_an_endpoint_means(endpoint: str, protocol: Any, expected: tuple[st
 def test_what_is_no_endpoint(endpoint: str, protocol: str) -> None:
     with pytest.raises(ValidationError):
         RouterSpec.model_validate({"enable_tracing": True, "otlp_endpoint": endpoint, "otlp_protocol": protocol})
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *(
+            "http://u:secret@h",
+            "http://:secret@h",
+            "u:secret@h:4317",
+            "https://h/otlp?api-key=secret",
+            "http://h/#secret",
+        ),
+        *("http://u:s/secret@h", "ftp://u:secret@h", "http://u:secret@h" + "x" * 3000),
+    ],
+)
+def test_what_may_be_secret_in_an_address_is_refused_and_not_shown(endpoint: str) -> None:
+    deployment = yaml.safe_load(DEPLOYMENT) | {"tracing": {"otlp_endpoint": endpoint}}
+    flags = {"otlp_endpoint": endpoint}
+    for model, values in (
+        *((Spec, deployment), (RouterSpec, flags), (CoordinatorSpec, flags)),
+        (CacheServerSpec, flags | {"instance_id": "x"}),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate(values)
+        problems = explain(caught.value, model)
+        assert any("OTEL_EXPORTER_OTLP_HEADERS" in problem.fix for problem in problems), problems
+        assert "secret" not in f"{problems} {caught.value}"
+    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS") as raised:
+        otlp_urls(endpoint, "http")
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("model", [RouterSpec, CoordinatorSpec])

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,10 @@ class FakeTarget:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.pages: list[bytes] = []
+        self.num_pages = 0
         self.reason: str | None = None
+        self.metrics_reason: str | None = None
+        self.bad = ""
         self.may_go = threading.Event()
         self.may_go.set()
         self.num_calls = 0
@@ -48,13 +52,16 @@ class FakeTarget:
         self.may_go.wait(30)
         if self.bug is not None:
             raise self.bug
+        spans[:] = [span for span in spans if span.name != self.bad]
         if self.reason is None:
             self.spans += spans
         return self.reason
 
     def send_metrics(self, page: bytes) -> str | None:
-        self.pages.append(page)
-        return self.reason
+        self.num_pages += 1
+        if self.metrics_reason is None:
+            self.pages.append(page)
+        return self.metrics_reason
 
     def close(self) -> None:
         self.is_closed = True
@@ -89,6 +96,7 @@ def span(name: str = "x", context: SpanContext = CONTEXT, *, settles: bool = Fal
 def test_a_span_arrives(made: Tracing, target: FakeTarget) -> None:
     made.record(span("one"))
     wait_for(lambda: [each.name for each in target.spans] == ["one"], "it is sent")
+    wait_for(lambda: made.counts["sent"], "it is counted")
     assert made.counts == {"sent": 1, "dropped": 0}
 
 
@@ -138,7 +146,7 @@ def test_one_line_when_it_fails_and_one_when_it_is_back(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2, lines
     assert "nobody listens" in lines[0]
-    assert "5 spans were dropped" in lines[1]
+    assert lines[1] == "spans are taken again; 5 were dropped so far"
 
 
 def test_a_failing_collector_is_left_alone_for_a_while(
@@ -146,7 +154,7 @@ def test_a_failing_collector_is_left_alone_for_a_while(
 ) -> None:
     monkeypatch.setattr(under_test, "RETRY_MIN_S", 30.0)
     monkeypatch.setattr(under_test, "RETRY_MAX_S", 30.0)
-    made._retry_s = 30.0
+    made._spans.retry_s = 30.0
     target.reason = "full"
     made.record(span())
     wait_for(lambda: made.counts["dropped"] == 1, "it failed")
@@ -192,6 +200,163 @@ def test_metrics_are_sent_again_and_again(target: FakeTarget) -> None:
     wait_for(lambda: len(target.pages) >= 3, "three pages")
     tracing.close()
     assert set(target.pages) == {b"page"}
+
+
+@pytest.mark.parametrize("is_taken", ["spans", "metrics"])
+def test_a_collector_of_one_signal_gets_that(
+    target: FakeTarget, caplog: pytest.LogCaptureFixture, is_taken: str
+) -> None:
+    """The other is said once, however often it is tried, and the last spans are sent."""
+    caplog.set_level(logging.INFO, "antiphon.tracing")
+    if is_taken == "spans":
+        target.metrics_reason = "UNIMPLEMENTED"
+    else:
+        target.reason = "UNIMPLEMENTED"
+    tracing = Tracing(target, 0.01)
+    tracing.measure(lambda: b"page")
+    tracing.run()
+    for number in range(4):
+        tracing.record(span())
+        wait_for(lambda number=number: tracing.counts.total() > number, "spans are tried")  # type: ignore[misc]
+        wait_for(lambda number=number: target.num_pages > number, "metrics are tried")  # type: ignore[misc]
+    tracing.record(span("last"))
+    tracing.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    if is_taken == "spans":
+        assert line == "metrics are not taken and are dropped until they are: UNIMPLEMENTED"
+        assert [each.name for each in target.spans] == ["x"] * 4 + ["last"]
+    else:
+        assert line == "spans are not taken and are dropped until they are: UNIMPLEMENTED"
+        assert len(target.pages) >= 4
+
+
+def test_metrics_get_their_turn_however_many_spans_wait(target: FakeTarget) -> None:
+    tracing = Tracing(target, 0.01)
+    tracing.measure(lambda: b"page")
+    num_left: list[int] = []
+
+    def slow(spans: list[Span]) -> str | None:
+        """As many come as are sent."""
+        until_s = time.monotonic() + under_test.SEND_INTERVAL_S
+        wait_for(lambda: time.monotonic() >= until_s, "it is slow")
+        if not target.pages:
+            for _ in spans:
+                tracing.record(span())
+        num_left.append(len(spans))
+        return None
+
+    target.send_spans = slow  # type: ignore[method-assign]
+    for _ in range(4 * under_test.BATCH_SPANS):
+        tracing.record(span())
+    tracing.run()
+    wait_for(lambda: target.pages, "metrics are sent")
+    wait_for(lambda: not tracing._waiting, "and the rest")
+    tracing.close()
+    assert sum(num_left) == tracing.counts["sent"]
+
+
+def test_a_span_settles_whatever_its_times_are(made: Tracing, target: FakeTarget) -> None:
+    """A clock that was set back, or a span of the future, holds none up."""
+    odd = span("odd", settles=True)
+    odd.end_s += 3600
+    made.record(odd)
+    made.record(span("next", settles=True))
+    wait_for(lambda: [each.name for each in target.spans] == ["odd", "next"], "both are sent")
+
+
+def test_a_span_that_cannot_be_sent_is_counted(made: Tracing, target: FakeTarget) -> None:
+    target.bad = "bad"
+    target.may_go.clear()
+    made.record(span("first"))
+    wait_for(lambda: target.num_calls, "it hangs")
+    for name in ("a", "bad", "b"):
+        made.record(span(name))
+    target.may_go.set()
+    wait_for(lambda: len(target.spans) == 3, "the others are sent")
+    wait_for(lambda: made.counts.total() == 4, "all are counted")
+    assert made.counts == {"sent": 3, "dropped": 1}
+
+
+def test_a_bad_span_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    from antiphon.observe.otlp import OtlpTarget
+
+    quiet = logging.getLogger("opentelemetry.exporter")
+    monkeypatch.setattr(quiet, "handlers", quiet.handlers)
+    monkeypatch.setattr(quiet, "propagate", quiet.propagate)
+    target = OtlpTarget(under_test.TracingOptions("s", "i", "http", "http://127.0.0.1:1/x", "http://127.0.0.1:1/y"))
+    sent: list[str] = []
+
+    class Exporter:
+        def export(self, spans: list[Any]) -> SpanExportResult:
+            assert encode_spans(spans).SerializeToString()
+            sent.extend(each.name for each in spans)
+            return SpanExportResult.SUCCESS
+
+    target._spans = Exporter()  # type: ignore[assignment]
+    bad, odd = span("bad"), span("odd")
+    bad.attributes = lambda: {}["no"]
+    odd.error = "no file \udcff"
+    batch = [span("a"), bad, odd]
+    assert target.send_spans(batch) is None
+    assert sent == [each.name for each in batch] == ["a", "odd"]
+
+
+def test_counts_of_many_threads_add_up(target: FakeTarget) -> None:
+    """A read, and a write that others come between."""
+
+    class Slow(dict[str, int]):
+        def __getitem__(self, name: str) -> int:
+            value = super().__getitem__(name)
+            assert tracing._counting.locked()
+            return value
+
+    tracing = Tracing(target)
+    tracing.counts = Slow(sent=0, dropped=0)  # type: ignore[assignment]
+    for _ in range(SPANS_MAX + 3):
+        tracing.record(span())
+    assert dict.__getitem__(tracing.counts, "dropped") == 3
+
+
+def test_the_log_shows_no_more_of_the_address_than_its_host(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "antiphon.tracing")
+    urls = ("http", "http://127.0.0.1:9/secret/v1/traces", "http://127.0.0.1:9/secret/v1/metrics")
+    with traced(under_test.options_of("s", "i", urls, 0.0)):  # type: ignore[arg-type]
+        pass
+    assert caplog.messages == ["spans and metrics go to http://127.0.0.1:9 (http)"]
+
+
+async def test_a_bug_in_a_page_costs_the_metrics_alone() -> None:
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    faults: list[object] = []
+    loop.set_exception_handler(lambda _, context: faults.append(context))
+
+    def make() -> bytes:
+        raise ValueError("oops")
+
+    with pytest.raises(ValueError, match="oops"):
+        await asyncio.to_thread(page_of(loop, make))
+    assert faults == []
+
+
+def test_a_page_that_cannot_be_made_costs_no_span(
+    made: Tracing, target: FakeTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    def page() -> bytes:
+        raise ValueError("oops")
+
+    made._metrics_interval_s = 0.01
+    made.measure(page)
+    wait_for(lambda: made._metrics.reason, "it was met")
+    made.record(span("after"))
+    wait_for(lambda: target.spans, "spans are sent")
+    (line,) = caplog.messages
+    assert line.startswith("metrics are not taken")
+    assert "oops" in line
 
 
 async def test_a_page_is_made_on_the_loop() -> None:

@@ -54,7 +54,7 @@ class Traced:
 
     @property
     def spans(self) -> list[Span]:
-        return [*self.tracing._waiting, *self.tracing._settling]
+        return [*self.tracing._waiting, *(span for _, span in self.tracing._settling)]
 
     async def ask(self, *lines: str, is_whole: bool = True, **fields: object) -> Reply:
         """One request with these header lines, and its spans once it has ended."""

@@ -65,10 +65,16 @@ class NamespaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class NamespacesFound:
-    """The largest namespaces. ``num_left_out``: smaller ones that were selected too."""
+    """The largest namespaces.
+
+    Args:
+        num_left_out: smaller ones that were selected too.
+        in_tiers: for each tier, the records that it is known to have of the selection, those in no namespace here too.
+    """
 
     namespaces: tuple[NamespaceFacts, ...]
     num_left_out: int
+    in_tiers: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,20 @@ def namespaces(books: Books, select: Selected, num_max: int) -> NamespacesFound:
     """At most ``num_max`` namespaces, those of the most bytes first."""
     found = [binding for binding in books.index.bindings.values() if select.has(binding)]
     largest = heapq.nlargest(num_max, found, key=lambda binding: (binding.readable_bytes, binding.namespace))
-    return NamespacesFound(tuple(_facts_of(books, binding) for binding in largest), len(found) - len(largest))
+    in_tiers = tuple((tier.options.name, _num_in(tier, select)) for tier in _tiers(books))
+    return NamespacesFound(tuple(_facts_of(books, each) for each in largest), len(found) - len(largest), in_tiers)
+
+
+def _num_in(tier: Tier, select: Selected) -> int:
+    """The selected records that the tier is known to have: a look at each pair of tenant and model."""
+    tenant = b"" if select.tenant is None else tag_of(select.tenant)
+    model = b"" if select.model is None else tag_of(select.model)
+    but_not = {tag_of(name) for name in select.but_not}
+    return sum(
+        count
+        for tags, count in tier.num_known_of.items()
+        if tags.startswith(tenant) and tags.endswith(model) and tags[:TAG_BYTES] not in but_not
+    )
 
 
 def _facts_of(books: Books, binding: Binding) -> NamespaceFacts:

@@ -145,6 +145,10 @@ class AdminServer:
         """The metrics, in Prometheus' text format."""
         return metrics_text(self._server, self._probe.tally)
 
+    def page_to_send(self) -> bytes | None:
+        """The same; None while a probe runs, which does not wait here: its chunk would go up and down in counters."""
+        return None if self._probe.is_running else self.page()
+
     async def _events(self, request: HttpRequest, responder: Responder) -> None:
         _send_json(responder, 200, await self._polls.answer(self._event_log, poll_query(request), responder))
 

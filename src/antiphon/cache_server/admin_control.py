@@ -128,6 +128,7 @@ class Control:
             "incarnation": self._server.incarnation,
             "chunk_size_tokens": self._server.spec.chunk_size,
             "num_left_out": found.num_left_out,
+            "in_tiers": dict(found.in_tiers),
             "namespaces": [_namespace_of(each) for each in found.namespaces],
         }
 
@@ -204,7 +205,15 @@ class Control:
 
     def _set_quota(self, request: HttpRequest) -> Json:
         query = quota_query(request)
-        answer = self._step(SetQuota(tenant_named(query.tenant), query.quota_bytes), QuotaSet)
+        tenant = tenant_named(query.tenant)
+        if query.quota_bytes is None and tenant not in self._server.cache.quotas():
+            raise RequestRefused(
+                f"tenant {tenant!r} has no quota of its own: there is nothing to take away",
+                status=404,
+                code="quota_unknown",
+                param="tenant",
+            )
+        answer = self._step(SetQuota(tenant, query.quota_bytes), QuotaSet)
         log.info("tenant %s: quota %s bytes, %d chunks evicted", answer.tenant, query.quota_bytes, answer.num_evicted)
         return dataclasses.asdict(answer)
 

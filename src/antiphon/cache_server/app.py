@@ -59,7 +59,7 @@ async def _serve(spec: CacheServerSpec, announce: Callable[[CacheServer, int], N
         gc.set_threshold(20_000, 20, 20)
         admin = await _listen_http(server)
         if tracing is not None:
-            tracing.measure(page_of(loop, admin.page))
+            tracing.measure(page_of(loop, admin.page_to_send))
         try:
             announce(server, admin.port)
             await stopping.wait()

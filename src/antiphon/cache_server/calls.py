@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from antiphon.cache.effects import Attached, Detached, Found, Onboarded, Onboarding, Refused
@@ -252,10 +252,13 @@ class Calls:
 
     def _trace_waits(self, trace: LookupTrace, event: Lookup, reply: Onboarding, attach: wire.Attach) -> None:
         assert self.traces is not None
+        self.traces.waits(trace, self._missing(event, reply, attach))
+
+    def _missing(self, event: Lookup, reply: Onboarding, attach: wire.Attach) -> Iterator[TierKey]:
         size = self.welcome.chunk_size_tokens
         meaning = _meaning_of(event, attach)
-        missing = event.keys[reply.num_tokens // size : reply.num_tokens_max // size]
-        self.traces.waits(trace, [meaning.key_of(key) for key in missing])
+        for key in event.keys[reply.num_tokens // size : reply.num_tokens_max // size]:
+            yield meaning.key_of(key)
 
     def _trace_ended(self, trace: LookupTrace | None, answer: wire.Answered | None) -> None:
         if trace is not None and self.traces is not None:

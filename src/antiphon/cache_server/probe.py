@@ -120,6 +120,11 @@ class Probe:
         # Who asks may leave; the others still wait for the same probe.
         return await asyncio.shield(self._running)
 
+    @property
+    def is_running(self) -> bool:
+        """A chunk of a probe may be in the server's totals and not yet in ``tally``, or the other way round."""
+        return self._running is not None
+
     async def settle(self, timeout_s: float) -> None:
         """Wait until no probe runs, at most ``timeout_s``."""
         if self._running is not None:

@@ -26,7 +26,7 @@ from antiphon.cache_server.traces import ServerTraces
 from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull
 from antiphon.core.quiet_log import QuietLog
 from antiphon.observe.trace_context import SpanContext
-from antiphon.observe.tracing import ActiveSpan, activated
+from antiphon.observe.tracing import activated
 from antiphon.storage.arena import ArenaMapping
 from antiphon.storage.tier import ChunkMeta, ExpectingStore, TierStore
 
@@ -132,11 +132,12 @@ class TierRunner:
     def _traced_end_of(self, tier: _Tier, job: TierJob, parent: SpanContext) -> TierDone:
         """The same, with a span of its own."""
         traces = self.traces
-        assert traces is not None
-        span, began_s = ActiveSpan(traces.tracing.begin(parent)), time.time()
-        with activated(span):
+        part = None if traces is None else traces.begin_part(parent)
+        if traces is None or part is None:
+            return self._end_of(tier, job)
+        with activated(part[0]):
             done = self._end_of(tier, job)
-        traces.record(job, tier.store.name, (span, parent, began_s), done)
+        traces.record(job, tier.store.name, part, done)
         return done
 
     def _end_of(self, tier: _Tier, job: TierJob) -> TierDone:

@@ -5,27 +5,35 @@ Owns which lookup a job of a tier is for, and which store a region is written fo
 that it waits for are parts of it. A chunk that several lookups wait for is fetched once: it is part of the one that
 asked for it last.
 
-Always true: what is remembered of a lookup or a store goes when it is over; of one that is not traced nothing is. Used
-on the cache's thread, but for ``record`` of a job, which is called where it ran.
+Always true: what is remembered of a lookup or a store goes when it is over; of one that is not traced nothing is. A
+mistake here costs the trace, and never the answer or the end of a job. Used on the cache's thread, but for
+``begin_part`` and ``record`` of a job, which are called where it runs.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import TierKey
+from antiphon.core.quiet_log import QuietLog
 from antiphon.observe.trace_context import SpanContext, parse_traceparent
 from antiphon.observe.tracing import ActiveSpan, Span, Tracing
 from antiphon.protocol import cache as wire
 
+log = logging.getLogger("antiphon.cache_server")
+
 PARTS_MAX: Final = 32
-"""Spans of jobs for one lookup: a long prompt has hundreds of chunks, of which the first say enough."""
+"""Spans of chunks that are read for one lookup: a long prompt has hundreds, of which the first say enough."""
+QUESTIONS_MAX: Final = 32
+"""Questions which chunks are there that may become spans of one lookup: most find nothing, and become none."""
 REGIONS_MAX: Final = 65_536
 """Regions that are being written for traced requests; stores beyond them leave no span."""
 
@@ -35,6 +43,35 @@ _JOB_NAMES: Final = {
     ("peer", JobKind.FETCH): "peer.pull",
     ("peer", JobKind.ASK): "peer.locate",
 }
+
+
+Part = tuple[ActiveSpan, SpanContext, float]
+"""A job that is a part of a lookup: its span, the lookup's, and when it began, in seconds since 1970."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="_Supervised")
+
+
+class _Supervised:
+    """What may fail, and then says so in the log alone."""
+
+    def __init__(self) -> None:
+        self.quiet = QuietLog(log)
+
+
+def _costs_the_trace(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T | None]:
+    """A bug in ``method`` costs the trace, and not what is traced: None is returned."""
+
+    @functools.wraps(method)
+    def supervised(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:  # supervised: a bug costs the trace, and not the call or the job that it tells of
+            self.quiet.error("trace", f"a trace is given up after an internal error in {method.__name__}", error)
+            return None
+
+    return supervised
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +84,8 @@ class LookupTrace:
         parent: of the request that it is for.
         began_s: seconds since 1970.
         keys: of the chunks that it waits for.
-        num_parts: jobs that were begun for it.
+        num_parts: chunks that were begun to be read for it.
+        num_questions: jobs that asked which chunks are there.
     """
 
     body: wire.Lookup
@@ -56,9 +94,10 @@ class LookupTrace:
     began_s: float
     keys: Sequence[TierKey] = ()
     num_parts: int = 0
+    num_questions: int = 0
 
 
-class ServerTraces:
+class ServerTraces(_Supervised):
     """The spans of one server.
 
     Args:
@@ -68,6 +107,7 @@ class ServerTraces:
     """
 
     def __init__(self, tracing: Tracing, instance: str, chunk_size_tokens: int) -> None:
+        super().__init__()
         self.tracing = tracing
         self._instance = instance
         self._chunk_size_tokens = chunk_size_tokens
@@ -77,6 +117,7 @@ class ServerTraces:
 
     # ---- lookups -----------------------------------------------------------------------------------------------------
 
+    @_costs_the_trace
     def begin(self, body: wire.Lookup) -> LookupTrace | None:
         """A lookup is about to be answered, and the jobs that begin until ``stepped`` are its own; None where it is
         not traced."""
@@ -90,12 +131,14 @@ class ServerTraces:
         """The cache has answered it, for now."""
         self._now = None
 
-    def waits(self, trace: LookupTrace, keys: Sequence[TierKey]) -> None:
-        """It waits for the chunks of these keys."""
-        trace.keys = keys
-        for key in keys:
+    @_costs_the_trace
+    def waits(self, trace: LookupTrace, keys: Iterable[TierKey]) -> None:
+        """It waits for the chunks of these keys, which are made here."""
+        trace.keys = tuple(keys)
+        for key in trace.keys:
             self._waiting[key] = trace
 
+    @_costs_the_trace
     def over(self, trace: LookupTrace, answer: wire.Answered | None) -> None:
         """It is over.
 
@@ -135,6 +178,7 @@ class ServerTraces:
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
+    @_costs_the_trace
     def parent_of(self, job: TierJob) -> SpanContext | None:
         """The lookup that a job which begins now is for; None where that is not traced, or it is for none."""
         if job.kind not in (JobKind.FETCH, JobKind.ASK):
@@ -142,15 +186,24 @@ class ServerTraces:
         trace = self._now or next((self._waiting[key] for key in job.keys if key in self._waiting), None)
         if trace is None:
             return None
+        if job.kind is JobKind.ASK:
+            trace.num_questions += 1
+            return trace.context if trace.num_questions <= QUESTIONS_MAX else None
         trace.num_parts += 1
         return trace.context if trace.num_parts <= PARTS_MAX else None
 
-    def record(self, job: TierJob, tier: str, part: tuple[ActiveSpan, SpanContext, float], done: TierDone) -> None:
+    @_costs_the_trace
+    def begin_part(self, parent: SpanContext) -> Part | None:
+        """A job of a lookup begins. Of any thread."""
+        return ActiveSpan(self.tracing.begin(parent)), parent, time.time()
+
+    @_costs_the_trace
+    def record(self, job: TierJob, tier: str, part: Part, done: TierDone) -> None:
         """A job has ended. Of any thread.
 
         Args:
             tier: its name.
-            part: the span, its parent and when it began, in seconds since 1970.
+            part: as it began.
         """
         span, parent, began_s = part
         source = "peer" if tier == "peer" else "tier"
@@ -180,7 +233,7 @@ class _StoreTrace:
     num_committed: int = 0
 
 
-class StoreTraces:
+class StoreTraces(_Supervised):
     """Stores, from ``Reserve`` to the last ``Commit`` or ``Abort`` of what it granted.
 
     Args:
@@ -189,11 +242,13 @@ class StoreTraces:
     """
 
     def __init__(self, tracing: Tracing, instance: str) -> None:
+        super().__init__()
         self._tracing = tracing
         self._instance = instance
         self._regions: dict[tuple[int, int, int], _StoreTrace] = {}
         """By connection, offset and generation."""
 
+    @_costs_the_trace
     def called(self, connection: int, body: wire.Body, answer: wire.Answered) -> None:
         """A call was answered."""
         if isinstance(body, wire.Reserve):
@@ -203,6 +258,7 @@ class StoreTraces:
             for region in body.regions:
                 self._ended(connection, region, is_committed=isinstance(body, wire.Commit))
 
+    @_costs_the_trace
     def gone(self, connection: int) -> None:
         """Who wrote has hung up: what it was writing is given up."""
         for key in [key for key in self._regions if key[0] == connection]:

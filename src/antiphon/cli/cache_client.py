@@ -23,6 +23,7 @@ from antiphon.core.errors import AntiphonError, CacheUnavailable, CallTimeout, C
 DEFAULT_URL: Final = "http://127.0.0.1:8090"
 TIMEOUT_S: Final = 5.0
 ANSWER_MAX_BYTES: Final = 16 << 20
+REFUSALS_TOLD: Final = 5
 
 FIELDS: Final = {
     "/status": frozenset(("instance", "storage_manager", "tokens", "reports", "leases", "engines", "tenants", "pins")),
@@ -47,6 +48,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 class NotThere(AntiphonError):
     """The server has nothing of what was named."""
+
+
+class ServerRefuses(AntiphonError):
+    """The server answers, and does not do what it was asked."""
 
 
 class AdminClient:
@@ -84,7 +89,7 @@ class AdminClient:
             CacheUnavailable, CallTimeout: no server answers there.
             ProtocolError: something else does.
             NotThere: the server has nothing of what was named.
-            AntiphonError: the server refuses.
+            ServerRefuses: the server refuses.
         """
         if wait_s is not None:
             query["wait_s"] = wait_s
@@ -135,7 +140,7 @@ class AdminClient:
             message = printable(str(detail.get("message") if isinstance(detail, dict) else detail))
             if status == HTTPStatus.NOT_FOUND:
                 raise NotThere(f"{self.url}: {message}")
-            raise AntiphonError(f"{self.url} refuses {method} {path}: {message} (status {status})")
+            raise ServerRefuses(f"{self.url} refuses {method} {path}: {message} (status {status})")
         lacking = sorted(FIELDS.get(f"{method} {path}", FIELDS[path]) - answer.keys())
         if lacking:
             raise _not_a_cache_server(self.url, f"{path} lacks {', '.join(lacking)}")
@@ -185,10 +190,16 @@ def run(act: Callable[[], int]) -> None:
     try:
         code = act()
     except AntiphonError as error:
-        text = error.message if error.remedy is None else f"{error.message}\n  fix: {error.remedy}"
-        click.echo(f"antiphon cache: {text}", err=True)
+        _tell(error)
         code = 2 if isinstance(error, ConfigError) else 1
     sys.exit(code)
+
+
+def _tell(error: AntiphonError, url: str = "") -> None:
+    """An error for people, with the server's address where the error does not have it."""
+    where = "" if url in error.message else f"{url}: "
+    fix = "" if error.remedy is None else f"\n  fix: {error.remedy}"
+    click.echo(f"antiphon cache: {where}{error.message}{fix}", err=True)
 
 
 Asked = TypeVar("Asked")
@@ -213,6 +224,44 @@ def each(servers: Sequence[AdminClient], ask: Callable[[AdminClient], Asked]) ->
     for left_out in lacking:
         click.echo(f"antiphon cache: {left_out.message}", err=True)
     return answers
+
+
+def change_each(servers: Sequence[AdminClient], change: Callable[[AdminClient], None]) -> int:
+    """Has each server do ``change``, which prints what was done. None keeps those after it from being asked.
+
+    Of several, those that have nothing of what was named are told of; those that refuse or do not answer are told of,
+    and named at the end.
+
+    Returns:
+        The exit code: 0; or 1 where one failed, or none has it; or 2 where all failed by what cannot be meant.
+
+    Raises:
+        AntiphonError: what the only server raises, as ``AdminClient``.
+    """
+    lacking: list[tuple[AdminClient, AntiphonError]] = []
+    failed: list[tuple[AdminClient, AntiphonError]] = []
+    for server in servers:
+        try:
+            change(server)
+        except AntiphonError as error:
+            if len(servers) == 1:
+                raise
+            (lacking if isinstance(error, NotThere) else failed).append((server, error))
+    for server, told in (*lacking, *failed):
+        _tell(told, server.url)
+    if failed:
+        names = ", ".join(server.url for server, _ in failed)
+        click.echo(f"antiphon cache: not done by {len(failed)} of {len(servers)} servers: {names}", err=True)
+        is_meant = len(failed) < len(servers) or not all(isinstance(told, ConfigError) for _, told in failed)
+        return 1 if is_meant else 2
+    return 1 if len(lacking) == len(servers) else 0
+
+
+def all_of(refused: Sequence[ServerRefuses]) -> ServerRefuses:
+    """Several refusals of one server as one; the first few are told."""
+    messages = list(dict.fromkeys(error.message for error in refused))
+    more = f"; and {len(messages) - REFUSALS_TOLD} more" if len(messages) > REFUSALS_TOLD else ""
+    return ServerRefuses("; ".join(messages[:REFUSALS_TOLD]) + more)
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

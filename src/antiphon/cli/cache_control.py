@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +19,10 @@ import click
 from antiphon.cli.cache_client import (
     AdminClient,
     NotThere,
+    ServerRefuses,
     admin_options,
-    each,
+    all_of,
+    change_each,
     format_bytes,
     printable,
     run,
@@ -27,6 +30,7 @@ from antiphon.cli.cache_client import (
     targets,
 )
 from antiphon.config.cache_server_spec import parse_quota
+from antiphon.config.key_files import read_key
 from antiphon.core.chunks import ChunkKey, chunk_keys
 from antiphon.core.errors import ConfigError, ProtocolError
 from antiphon.core.namespace import NamespaceDigest
@@ -37,6 +41,8 @@ KEY_DIGITS: Final = 64
 KEY_DIGITS_MIN: Final = 8
 KEYS_SENT_MAX: Final = 900
 """Of one pin; the chunks before them follow from the first. A server takes bodies of 64 KiB."""
+KEYS_BEFORE_MAX: Final = 16_384
+"""Chunks before those of one pin that a server follows back: more than any prompt has."""
 FILE_MAX_BYTES: Final = 64 << 20
 TOKENIZE_TIMEOUT_S: Final = 30.0
 TENANTS_SHOWN: Final = 50
@@ -64,9 +70,12 @@ def clear(urls: tuple[str, ...], is_json: bool, tenant: str | None, model: str |
         body: dict[str, object] = {name: value for name, value in names.items() if value is not None}
         if with_pinned:
             body["pinned"] = True
-        for server, answer in each(targets(urls), lambda server: server.post("/clear", body)):
+
+        def change(server: AdminClient) -> None:
+            answer = server.post("/clear", body)
             click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(cleared_lines(server.url, answer)))
-        return 0
+
+        return change_each(targets(urls), change)
 
     run(act)
 
@@ -96,7 +105,11 @@ def cleared_lines(url: str, answer: dict[str, Any]) -> list[str]:
 @click.command()
 @admin_options
 @click.argument("key", required=False)
-@click.option("--tenant", help="Whose prompt it is: a cache_salt; default without one.")
+@click.option(
+    "--tenant",
+    help="Whose prompt it is: a cache_salt (default: that of --request-file, else default). Needed where the router "
+    "has a tenants file: it stamps the tenant's salt from there into every request, whatever the client sent.",
+)
 @click.option("--model", help="As its engine is called; needed where several models are there.")
 @click.option(
     "--tokens-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON list of the prompt's token ids."
@@ -107,6 +120,9 @@ def cleared_lines(url: str, answer: dict[str, Any]) -> list[str]:
     help="JSON body of a request that begins with the prompt: with prompt, or with messages.",
 )
 @click.option("--tokenizer-url", help="Router or engine that is asked for the tokens of --request-file.")
+@click.option(
+    "--tokenizer-key-file", help="File with the key that --tokenizer-url takes: an API key, or a tenant's key."
+)
 @click.option("--ttl-s", type=click.FloatRange(0, min_open=True), help="For so many seconds (default: until unpin).")
 def pin(urls: tuple[str, ...], is_json: bool, key: str | None, ttl_s: float | None, **named: Any) -> None:
     """Keep a prefix in memory: its chunks are not evicted, whatever else comes.
@@ -121,20 +137,20 @@ def pin(urls: tuple[str, ...], is_json: bool, key: str | None, ttl_s: float | No
             raise ConfigError("say what to pin, in one way: KEY, --tokens-file or --request-file")
         if named["request_file"] is None and named["tokenizer_url"] is not None:
             raise ConfigError("--tokenizer-url is asked for the tokens of --request-file")
+        if named["tokenizer_url"] is None and named["tokenizer_key_file"] is not None:
+            raise ConfigError("--tokenizer-key-file goes with --tokenizer-url")
         prefix = None if key is not None else _prefix_of(**named)
 
-        def ask(server: AdminClient) -> list[dict[str, Any]]:
+        def change(server: AdminClient) -> None:
             if key is not None:
                 chains = [full_key(server, key)]
             else:
                 assert prefix is not None
                 chains = _chains(server, *prefix)
-            return _pinned(server, chains, ttl_s)
-
-        for server, answers in each(targets(urls), ask):
-            for answer in answers:
+            for answer in _pinned(server, chains, ttl_s):
                 click.echo(json.dumps(answer, indent=2) if is_json else pinned_line(server.url, answer))
-        return 0
+
+        return change_each(targets(urls), change)
 
     run(act)
 
@@ -145,6 +161,7 @@ def _prefix_of(
     tokens_file: Path | None,
     request_file: Path | None,
     tokenizer_url: str | None,
+    tokenizer_key_file: str | None,
 ) -> tuple[str, str | None, list[int]]:
     """Tenant, model and tokens of what is to be pinned."""
     if tokens_file is not None:
@@ -166,7 +183,8 @@ def _prefix_of(
             remedy="name a router or an engine with --tokenizer-url",
         )
     else:
-        tokens = tokens_by(tokenizer_url, body, request_file)
+        key = None if tokenizer_key_file is None else read_key(tokenizer_key_file, "--tokenizer-key-file")
+        tokens = tokens_by(tokenizer_url, body, request_file, key)
     return tenant or tenant_of(salt if isinstance(salt, str) else None), model, tokens
 
 
@@ -183,8 +201,8 @@ def _json_in(path: Path) -> Any:
         raise ConfigError(f"{path}: it is not JSON") from None
 
 
-def tokens_by(url: str, body: dict[str, Any], path: Path) -> list[int]:
-    """The tokens that a router or engine makes of a request's prompt.
+def tokens_by(url: str, body: dict[str, Any], path: Path, key: bytes | None = None) -> list[int]:
+    """The tokens that a router or engine makes of a request's prompt; ``key`` is shown to it.
 
     Raises:
         ConfigError: the request has no prompt that ``/tokenize`` takes, or ``url`` is none.
@@ -195,9 +213,12 @@ def tokens_by(url: str, body: dict[str, Any], path: Path) -> list[int]:
     if question is None:
         raise ConfigError(f"--request-file {path}: no prompt or messages of text that can be tokenized alone")
     host, port = _host_and_port(url)
+    headers: dict[str, str | bytes] = {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = b"Bearer " + key
     connection = http.client.HTTPConnection(host, port, timeout=TOKENIZE_TIMEOUT_S)
     try:
-        connection.request("POST", "/tokenize", question, {"content-type": "application/json"})
+        connection.request("POST", "/tokenize", question, headers)
         response = connection.getresponse()
         data = response.read(FILE_MAX_BYTES)
     except (OSError, http.client.HTTPException) as error:
@@ -208,7 +229,11 @@ def tokens_by(url: str, body: dict[str, Any], path: Path) -> list[int]:
         connection.close()
     if response.status != HTTPStatus.OK:
         said = printable(data[:300].decode(errors="replace"))
-        raise ProtocolError(f"{url} does not tokenize: status {response.status}: {said}")
+        wants_key = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        raise ProtocolError(
+            f"{url} does not tokenize: status {response.status}: {said}",
+            remedy="name a file with a key that it takes with --tokenizer-key-file" if wants_key else None,
+        )
     return list(decode_tokens(data))
 
 
@@ -276,21 +301,53 @@ def _chains(server: AdminClient, tenant: str, model: str | None, tokens: list[in
         raise ConfigError(f"these are no token ids: {error}") from error
 
 
-def _pinned(server: AdminClient, chains: list[list[ChunkKey]], ttl_s: float | None) -> list[dict[str, Any]]:
-    """The server's answers for the chains of which it has something."""
-    answers = []
+def _pinned(server: AdminClient, chains: list[list[ChunkKey]], ttl_s: float | None) -> Iterator[dict[str, Any]]:
+    """The server's answers for the chains of which it has something. A refused chain does not keep others from it.
+
+    Raises:
+        NotThere: it has nothing of any.
+        ServerRefuses: it refused one; after the answers.
+    """
     lacking: NotThere | None = None
+    refused: list[ServerRefuses] = []
+    num_pinned = 0
     for chain in chains:
-        # Of a long one the end, which stands for all before it; else the beginning, as far as it goes into one body.
-        for sent in (chain[-KEYS_SENT_MAX:], chain[:KEYS_SENT_MAX]):
-            try:
-                answers.append(server.post("/pin", {"keys": b"".join(sent).hex(), "ttl_s": ttl_s}))
-                break
-            except NotThere as error:
-                lacking = error
-    if not answers:
+        try:
+            answer = pin_chain(server, chain, ttl_s)
+        except NotThere as error:
+            lacking = error
+        except ServerRefuses as error:
+            refused.append(error)
+        else:
+            num_pinned += 1
+            yield answer
+    if refused:
+        raise all_of(refused)
+    if not num_pinned:
         raise lacking or NotThere(f"{server.url}: it has no namespace of that tenant and model")
-    return answers
+
+
+def pin_chain(server: AdminClient, chain: list[ChunkKey], ttl_s: float | None) -> dict[str, Any]:
+    """Pins what the server has of ``chain`` in one piece from its start; its answer, counted against all of ``chain``.
+
+    The keys of a long chain go by stretches of ``KEYS_SENT_MAX``, the last one first. A stretch whose first chunk is
+    there stands for all before it, and where the one after it was not there, what is there ends in it. A question that
+    finds nothing changes nothing, so that one pin is made.
+
+    Raises:
+        NotThere: not even its first chunk is there.
+    """
+    start = min(max(0, len(chain) - KEYS_SENT_MAX), KEYS_BEFORE_MAX)
+    while True:
+        sent = chain[start : start + KEYS_SENT_MAX]
+        try:
+            answer = server.post("/pin", {"keys": b"".join(sent).hex(), "ttl_s": ttl_s})
+        except NotThere:
+            if not start:
+                raise
+            start = max(0, start - KEYS_SENT_MAX)
+        else:
+            return answer | {"num_named": max(answer["num_named"], len(chain))}
 
 
 def pinned_line(url: str, answer: dict[str, Any]) -> str:
@@ -316,18 +373,18 @@ def unpin(urls: tuple[str, ...], is_json: bool, key: str | None, is_all: bool) -
         if (key is None) != is_all:
             raise ConfigError("say which pin: KEY, or --all")
 
-        def ask(server: AdminClient) -> dict[str, Any]:
-            if key is None:
-                return server.post("/unpin", {})
-            text = key.lower()
-            found = {each["key"] for each in server.get("/pins")["pins"] if each["key"].startswith(text)}
-            return server.post("/unpin", {"key": _only(server, found, text)})
-
-        for server, answer in each(targets(urls), ask):
+        def change(server: AdminClient) -> None:
+            order: dict[str, object] = {}
+            if key is not None:
+                text = key.lower()
+                found = {each["key"] for each in server.get("/pins")["pins"] if each["key"].startswith(text)}
+                order = {"key": _only(server, found, text)}
+            answer = server.post("/unpin", order)
             left = format_bytes(answer["pinned_bytes"])
             line = f"{server.url}: {answer['num_pins']} pins ended, {left} still pinned"
             click.echo(json.dumps(answer, indent=2) if is_json else line)
-        return 0
+
+        return change_each(targets(urls), change)
 
     run(act)
 
@@ -347,16 +404,40 @@ def quota(urls: tuple[str, ...], is_json: bool, quotas: tuple[str, ...]) -> None
 
     def act() -> int:
         orders = [_order(text) for text in quotas]
-        for server in targets(urls):
+
+        def change(server: AdminClient) -> None:
             if not orders:
                 answer = server.get("/quota")
                 click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(quota_lines(server.url, answer)))
+            refused: list[ServerRefuses] = []
             for order in orders:
-                answer = server.put("/quota", order)
-                click.echo(json.dumps(answer, indent=2) if is_json else set_line(server.url, answer))
-        return 0
+                try:
+                    answer, line = _ordered(server, order)
+                except ServerRefuses as error:
+                    refused.append(error)
+                else:
+                    click.echo(json.dumps(answer, indent=2) if is_json else line)
+            if refused:
+                raise all_of(refused)
+
+        return change_each(targets(urls), change)
 
     run(act)
+
+
+def _ordered(server: AdminClient, order: dict[str, object]) -> tuple[dict[str, Any], str]:
+    """What became of one order: the answer, and a line for people. What is so already counts as done."""
+    tenant = str(order["tenant"])
+    try:
+        answer = server.put("/quota", order)
+    except NotThere:
+        if order["quota_bytes"] is not None:
+            raise
+        line = f"{server.url}: {printable(tenant)} had no quota of its own, nothing was taken away"
+        return {"tenant": tenant, "is_own": False, "num_evicted": 0}, line
+    except ServerRefuses as error:
+        raise ServerRefuses(f"{printable(tenant)}: {error.message}") from error
+    return answer, set_line(server.url, answer)
 
 
 def _order(text: str) -> dict[str, object]:

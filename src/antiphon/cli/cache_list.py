@@ -18,6 +18,7 @@ from antiphon.cli.cache_client import (
     targets,
 )
 from antiphon.cli.status import format_uptime
+from antiphon.core.tenants import tenant_named
 
 NAMESPACES_SHOWN: Final = 20
 CHUNKS_SHOWN: Final = 100
@@ -56,7 +57,7 @@ def list_verb(
         def ask(server: AdminClient) -> dict[str, Any]:
             most = min(1_000, (None if has_chunks else limit) or NAMESPACES_SHOWN)
             answer = server.get("/namespaces", limit=most, **names) | {"url": server.url}
-            answer["pins"] = _pins_of(server.get("/pins")["pins"], answer["namespaces"], is_all=not names)
+            answer["pins"] = _pins_of(server.get("/pins")["pins"], tenant, model)
             if has_chunks:
                 answer |= chunks_of(server, limit or CHUNKS_SHOWN, names)
             return answer
@@ -72,9 +73,10 @@ def list_verb(
     run(act)
 
 
-def _pins_of(pins: list[dict[str, Any]], namespaces: list[dict[str, Any]], *, is_all: bool) -> list[dict[str, Any]]:
-    shown = {namespace["namespace"] for namespace in namespaces}
-    return [pin for pin in pins if is_all or pin["namespace"] in shown]
+def _pins_of(pins: list[dict[str, Any]], tenant: str | None, model: str | None) -> list[dict[str, Any]]:
+    """The pins of the tenant and model, those of namespaces that are left out too."""
+    name = None if tenant is None else tenant_named(tenant)
+    return [pin for pin in pins if name in (None, pin["tenant"]) and model in (None, pin["model"])]
 
 
 def chunks_of(server: AdminClient, limit: int, names: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +97,8 @@ def list_lines(answer: dict[str, Any]) -> list[str]:
     """What one server holds, for people."""
     namespaces = answer["namespaces"]
     if not namespaces:
-        return [f"{answer['url']}: no chunk is held"]
+        stored = [f"{printable(name)} {count}" for name, count in answer.get("in_tiers", {}).items() if count]
+        return [f"{answer['url']}: no chunk is in memory" + (f"; in tiers: {', '.join(stored)}" if stored else "")]
     rows = [
         (
             printable(each["tenant"]),

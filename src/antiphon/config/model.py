@@ -9,6 +9,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class SpecModel(BaseModel):
-    """A part of the spec: immutable, and a key that it does not know is an error rather than ignored."""
+    """A part of the spec: immutable, and a key that it does not know is an error rather than ignored.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+    Pydantic's own text of an error repeats no value, which may be a secret; ``explain`` says what is wrong.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, protected_namespaces=(), hide_input_in_errors=True
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from antiphon.config.model import SpecModel
 
@@ -37,8 +37,9 @@ def otlp_urls(endpoint: str, protocol: Literal["auto", "grpc", "http"] = "auto")
         protocol: auto: HTTP where the port is 4318 or there is a path, else gRPC.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: it is no such address; credentials that are in it are not repeated.
     """
+    _without_secrets(endpoint)
     wrong = f"{endpoint[:200]!r} is not the address of a collector: write http://HOST:4317 (gRPC) or http://HOST:4318"
     text = endpoint if "://" in endpoint else f"http://{endpoint}"
     try:
@@ -47,7 +48,7 @@ def otlp_urls(endpoint: str, protocol: Literal["auto", "grpc", "http"] = "auto")
     except ValueError:
         raise ValueError(wrong) from None
     is_clean = text.isascii() and text.isprintable() and " " not in text
-    if parts.scheme not in _SCHEMES or not host or not is_clean or parts.query or parts.fragment or parts.username:
+    if parts.scheme not in _SCHEMES or not host or not is_clean:
         raise ValueError(wrong)
     path = parts.path.strip("/")
     if protocol == "auto":
@@ -73,6 +74,16 @@ def otlp_urls(endpoint: str, protocol: Literal["auto", "grpc", "http"] = "auto")
     return OtlpUrls("http", traces, metrics)
 
 
+def _without_secrets(endpoint: object) -> object:
+    """An address is shown to others: what may be secret in one is refused, and not repeated."""
+    if isinstance(endpoint, str) and any(mark in endpoint for mark in "@?#"):
+        raise ValueError(
+            "the address of a collector has no user, password or query: write them as headers into "
+            "OTEL_EXPORTER_OTLP_HEADERS, and http://HOST:4317 here"
+        )
+    return endpoint
+
+
 def _endpoint(text: str) -> str:
     """The protocol may stand elsewhere: any that fits is fine here."""
     try:
@@ -89,7 +100,7 @@ def _fits(protocol: Literal["auto", "grpc", "http"], info: ValidationInfo) -> Li
     return protocol
 
 
-OtlpEndpoint = Annotated[str, AfterValidator(_endpoint)]
+OtlpEndpoint = Annotated[str, BeforeValidator(_without_secrets), AfterValidator(_endpoint)]
 OtlpProtocol = Annotated[Literal["auto", "grpc", "http"], AfterValidator(_fits)]
 """Declared after the endpoint, which it must fit."""
 

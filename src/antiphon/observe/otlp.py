@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from antiphon import __version__
 from antiphon.core.errors import ConfigError
+from antiphon.core.quiet_log import QuietLog
 
 try:
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
@@ -32,6 +33,8 @@ except ImportError as error:
 from antiphon.observe.otlp_metrics import metrics_of
 from antiphon.observe.trace_context import SpanContext
 from antiphon.observe.tracing import Span, TracingOptions
+
+log = logging.getLogger("antiphon.tracing")
 
 SEND_TIMEOUT_S: Final = 2.0
 _EXPORTER_LOGS: Final = "opentelemetry.exporter"
@@ -58,6 +61,7 @@ class OtlpTarget:
 
     def __init__(self, options: TracingOptions) -> None:
         self._words = _FirstWords()
+        self._quiet = QuietLog(log)
         quiet = logging.getLogger(_EXPORTER_LOGS)
         quiet.handlers, quiet.propagate = [self._words], False
         self._resource = Resource(
@@ -68,8 +72,19 @@ class OtlpTarget:
         self._spans, self._metrics = _exporters(options)
 
     def send_spans(self, spans: list[Span]) -> str | None:
-        """Send them; why that failed, or None."""
-        made = [self._made(span) for span in spans]
+        """Send them; why that failed, or None. What cannot be made is said in the log and taken out of the list."""
+        made: list[ReadableSpan] = []
+        good: list[Span] = []
+        for span in spans:
+            try:
+                made.append(self._made(span))
+            except Exception as error:  # supervised: a bug costs its span, and not those that are sent with it
+                self._quiet.error("span", f"a span {span.name!r} cannot be made", error)
+            else:
+                good.append(span)
+        spans[:] = good
+        if not made:
+            return None
         return self._reason(self._spans.export(made) is SpanExportResult.SUCCESS)
 
     def send_metrics(self, page: bytes) -> str | None:
@@ -91,17 +106,22 @@ class OtlpTarget:
         told = span.attributes() if callable(span.attributes) else span.attributes
         attributes = {name: value for name, value in told.items() if value is not None}
         return ReadableSpan(
-            name=span.name,
+            name=_text(span.name),
             context=_context(span.context, is_remote=False),
             parent=None if span.parent is None else _context(span.parent, is_remote=span.kind == "server"),
             resource=self._resource,
             attributes=attributes,
             kind=_KINDS[span.kind],
             instrumentation_scope=self._scope,
-            status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
+            status=Status() if span.error is None else Status(StatusCode.ERROR, _text(span.error)),
             start_time=round(span.start_s * _NS),
             end_time=round(max(span.start_s, span.end_s) * _NS),
         )
+
+
+def _text(text: str) -> str:
+    """As protocol buffers take it: bytes that are no text may have come into it from a file's name."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _context(context: SpanContext, *, is_remote: bool) -> OtelContext:

@@ -38,21 +38,27 @@ def traced(options: TracingOptions | None) -> Iterator[Tracing | None]:
         tracing.close()
 
 
-def page_of(loop: asyncio.AbstractEventLoop, make: Callable[[], bytes]) -> Callable[[], bytes | None]:
+def page_of(loop: asyncio.AbstractEventLoop, make: Callable[[], bytes | None]) -> Callable[[], bytes | None]:
     """What asks for a page of metrics from another thread than that of ``loop``, which makes it; None where it does not
-    in time."""
+    in time, or makes none. What goes wrong there is raised here."""
 
     def page() -> bytes | None:
-        made: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        made: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
 
         def run() -> None:
             if made.set_running_or_notify_cancel():
-                made.set_result(make())
+                try:
+                    made.set_result(make())
+                except Exception as error:  # supervised: a bug costs the metrics, and not the loop
+                    made.set_exception(error)
 
         try:
             loop.call_soon_threadsafe(run)
+        except RuntimeError:  # the loop is closed
+            return None
+        try:
             return made.result(PAGE_TIMEOUT_S)
-        except (RuntimeError, TimeoutError):
+        except TimeoutError:
             made.cancel()
             return None
 

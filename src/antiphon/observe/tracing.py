@@ -7,8 +7,9 @@ Always true:
 
 - Nothing that is traced waits: what the collector does not take is kept up to ``SPANS_MAX`` spans; then it is dropped,
   and counted.
-- A collector that is dead, hangs or never was costs its spans, one line in the log when it fails and one when it is
-  back, and ``CLOSE_TIMEOUT_S`` at most at the end of the process.
+- A collector that is dead, hangs or never was costs what it does not take, one line in the log when it fails and one
+  when it is back, and ``CLOSE_TIMEOUT_S`` at most at the end of the process.
+- Spans and metrics do not depend on each other: one that takes either is sent that.
 - Nothing of OpenTelemetry is imported before :meth:`Tracing.start`.
 
 What the spans are of is decided by who records them; how metrics are read, by ``otlp_metrics``.
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
+from urllib.parse import urlsplit
 
 from antiphon.observe.trace_context import SpanContext, child_of
 
@@ -40,11 +42,12 @@ SPANS_MAX: Final = 8_192
 """Spans that wait to be sent, some hundred bytes each: some seconds of a busy router."""
 BATCH_SPANS: Final = 256
 SEND_INTERVAL_S: Final = 1.0
+"""How often what waits is sent; and for how long, before metrics get their turn."""
 SETTLE_S: Final = 1.0
 """A span that waits for what is told of it afterwards (where its tokens came from) is sent no earlier."""
 RETRY_MIN_S: Final = 0.5
 RETRY_MAX_S: Final = 4.0
-"""How long a collector that failed is left alone: one that is back is used within 5 s."""
+"""How long a collector that failed is left alone: spans that it takes again are sent within 5 s."""
 CLOSE_TIMEOUT_S: Final = 2.0
 SWITCH_INTERVAL_S: Final = 0.0005
 """How long the thread that sends may keep others from running; Python's own 5 ms would be seen by requests."""
@@ -110,13 +113,62 @@ class Target(Protocol):
     """What takes spans and metrics: :class:`~antiphon.observe.otlp.OtlpTarget`, or a test's."""
 
     def send_spans(self, spans: list[Span]) -> str | None:
-        """Send them; why that failed, or None. It may take some seconds."""
+        """Send them; why that failed, or None. It may take some seconds. What cannot be sent at all is taken out of the
+        list."""
 
     def send_metrics(self, page: bytes) -> str | None:
         """The same, for a page of Prometheus' text."""
 
     def close(self) -> None:
         """Break off what is being sent."""
+
+
+class _Signal:
+    """Whether the collector takes spans, or metrics: says so when that changes, and when to try again.
+
+    Used on the thread that sends; others read ``reason``.
+
+    Args:
+        name: of what is sent.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.reason = ""
+        """Why it takes none; empty while it takes them."""
+        self.retry_s = RETRY_MIN_S
+        self._name = name
+        self._retry_at_s = 0.0
+
+    def may_try(self) -> bool:
+        """It is not left alone now."""
+        return time.monotonic() >= self._retry_at_s
+
+    def ended(self, reason: str | None, lost: str = "") -> None:
+        """Something was sent, or was not, for this reason.
+
+        Args:
+            lost: what is said beside that it takes them again.
+        """
+        if reason is None:
+            if self.reason:
+                log.info("%s are taken again%s", self._name, lost)
+            self.reason, self.retry_s, self._retry_at_s = "", RETRY_MIN_S, 0.0
+            return
+        if not self.reason:
+            log.warning("%s are not taken and are dropped until they are: %s", self._name, reason)
+        self.reason = reason
+        self._retry_at_s = time.monotonic() + self.retry_s
+        self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
+
+
+def _bug(error: Exception) -> str:
+    return f"internal error: {error!r}"
+
+
+def _shown(url: str) -> str:
+    """Scheme, host and port of an address: what else is in it may be secret."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 class Tracing:
@@ -131,17 +183,18 @@ class Tracing:
         self._target = target
         self._chance = random.Random()
         self._waiting: deque[Span] = deque()
-        self._settling: deque[Span] = deque()
+        self._settling: deque[tuple[float, Span]] = deque()
+        """With when they were recorded, by ``time.monotonic``."""
         self._wake = threading.Event()
         self._is_closing = False
-        self._failed = ""
-        self._retry_s = RETRY_MIN_S
-        self._retry_at_s = 0.0
+        self._spans = _Signal("spans")
+        self._metrics = _Signal("metrics")
         self._metrics_interval_s = metrics_interval_s
         self._metrics_at_s = time.monotonic() + min(metrics_interval_s, SEND_INTERVAL_S)
         self._page: Callable[[], bytes | None] | None = None
         self.counts: Counter[str] = Counter({"sent": 0, "dropped": 0})
-        """Spans, by what became of them."""
+        """Spans, by what became of them. Written under the lock."""
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="antiphon-tracing", daemon=True)
 
     @classmethod
@@ -151,7 +204,7 @@ class Tracing:
 
         tracing = cls(OtlpTarget(options), options.metrics_interval_s)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-        log.info("spans and metrics go to %s (%s)", options.traces_url, options.protocol)
+        log.info("spans and metrics go to %s (%s)", _shown(options.traces_url), options.protocol)
         tracing.run()
         return tracing
 
@@ -174,11 +227,18 @@ class Tracing:
         if not span.context.is_sampled:
             return
         if len(self._waiting) + len(self._settling) >= SPANS_MAX:
-            self.counts["dropped"] += 1
+            self._count("dropped", 1)
             return
-        (self._settling if span.settles else self._waiting).append(span)
-        if len(self._waiting) >= BATCH_SPANS and not self._failed and not self._wake.is_set():
+        if span.settles:
+            self._settling.append((time.monotonic(), span))
+        else:
+            self._waiting.append(span)
+        if len(self._waiting) >= BATCH_SPANS and not self._spans.reason and not self._wake.is_set():
             self._wake.set()
+
+    def _count(self, outcome: str, num: int) -> None:
+        with self._counting:
+            self.counts[outcome] += num
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -196,51 +256,56 @@ class Tracing:
             self._wake.wait(SEND_INTERVAL_S)
             self._wake.clear()
             is_last = self._is_closing
-            try:
-                self._round(is_last=is_last)
-            except Exception as error:  # supervised: a bug costs these spans, not the process that they tell of
-                self._ended(f"internal error: {error!r}")
+            self._settle(time.monotonic() - (0.0 if is_last else SETTLE_S))
+            self._send_spans(is_last=is_last)
             if is_last:
                 self._target.close()
                 return
-
-    def _round(self, *, is_last: bool) -> None:
-        self._settle(time.time() - (0.0 if is_last else SETTLE_S))
-        if is_last and self._failed:
-            return
-        if time.monotonic() < self._retry_at_s and not is_last:
-            return
-        while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(BATCH_SPANS, len(self._waiting)))]
-            reason = self._target.send_spans(batch)
-            self.counts["sent" if reason is None else "dropped"] += len(batch)
-            self._ended(reason)
-            if reason is not None:
-                return
-        now_s = time.monotonic()
-        if self._page is not None and self._metrics_interval_s and (now_s >= self._metrics_at_s or is_last):
-            self._metrics_at_s = now_s + self._metrics_interval_s
-            page = None if is_last else self._page()
-            if page is not None:
-                self._ended(self._target.send_metrics(page))
+            self._send_metrics()
 
     def _settle(self, until_s: float) -> None:
         settling = self._settling
-        while settling and settling[0].end_s <= until_s:
-            self._waiting.append(settling.popleft())
+        while settling and settling[0][0] <= until_s:
+            self._waiting.append(settling.popleft()[1])
 
-    def _ended(self, reason: str | None) -> None:
-        """Something was sent, or was not, for this reason."""
-        if reason is None:
-            if self._failed:
-                log.info("spans and metrics are taken again; %d spans were dropped so far", self.counts["dropped"])
-            self._failed, self._retry_s, self._retry_at_s = "", RETRY_MIN_S, 0.0
+    def _send_spans(self, *, is_last: bool) -> None:
+        """Send what waits, as far as the collector takes it; but for the last time for ``SEND_INTERVAL_S``."""
+        if self._spans.reason if is_last else not self._spans.may_try():
             return
-        if not self._failed:
-            log.warning("spans and metrics are not taken and are dropped until they are: %s", reason)
-        self._failed = reason
-        self._retry_at_s = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
+        until_s = time.monotonic() + SEND_INTERVAL_S
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(BATCH_SPANS, len(self._waiting)))]
+            num = len(batch)
+            try:
+                reason = self._target.send_spans(batch)
+            except Exception as error:  # supervised: a bug costs these spans, not the process that they tell of
+                reason = _bug(error)
+            num_sent = len(batch) if reason is None else 0
+            self._count("sent", num_sent)
+            self._count("dropped", num - num_sent)
+            if num_sent or reason is not None:
+                self._spans.ended(reason, f"; {self.counts['dropped']} were dropped so far")
+            if reason is not None:
+                return
+            if not is_last and time.monotonic() >= until_s:
+                if len(self._waiting) >= BATCH_SPANS:
+                    self._wake.set()
+                return
+
+    def _send_metrics(self) -> None:
+        now_s = time.monotonic()
+        is_due = self._metrics_interval_s and now_s >= self._metrics_at_s and self._metrics.may_try()
+        if self._page is None or not is_due or self._is_closing:
+            return
+        self._metrics_at_s = now_s + self._metrics_interval_s
+        try:
+            page = self._page()
+            if page is None:
+                return
+            reason = self._target.send_metrics(page)
+        except Exception as error:  # supervised: a bug costs these metrics, not the process that they tell of
+            reason = _bug(error)
+        self._metrics.ended(reason)
 
 
 # ---- the span of the thread that runs --------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ class _Server(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread: what would release it does not run
+        except BaseException:  # supervised: raised again; without a thread nothing else would release it
             self._free.release()
             raise
 
