@@ -88,3 +88,13 @@ def test_the_speed_is_that_of_steps_that_prefill() -> None:
     rate.step(12.0)
     rate.step(100.0)  # idle meanwhile
     assert 1700 < rate.tokens_per_s < 2000
+
+
+def test_the_speed_of_an_engine_that_plans_ahead_is_not_that_of_its_planning() -> None:
+    """Each step is planned as soon as the one before the last has ended, and runs when the last has."""
+    rate = PrefillRate(is_async=True)
+    # A prefill of 1000 tokens that takes a second, after steps of decoding of 50 ms; the next two steps decode too.
+    for num_tokens, now_s in ((1, 0.0), (1, 0.001), (1000, 0.05), (1, 0.1), (1, 1.1), (1, 1.15)):
+        rate.scheduled(num_tokens)
+        rate.step(now_s)
+    assert rate.tokens_per_s == pytest.approx(1000)

@@ -278,7 +278,7 @@ def test_after_a_restart_of_its_server_a_prompt_is_loaded_from_the_disk(
     sharing: SharingDeployment, alone: dict[str, RouterProcess]
 ) -> None:
     """A lookup waits for the disk no longer than computing would take, which a busy machine may let pass: of some."""
-    prompts = [tokens(2 * CHUNK + TAIL, 5006 + number) for number in range(4)]
+    prompts = [tokens(2 * CHUNK + TAIL, 5100 + number) for number in range(4)]
     before = sharing.num_published("decode")
     texts = [store(sharing, alone["decode"], prompt) for prompt in prompts]
     wait_for(lambda: sharing.num_published("decode") >= before + 8, "all chunks are on the disk", SETTLE_S)

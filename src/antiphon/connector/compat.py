@@ -233,6 +233,13 @@ def traceparent_of(request: RequestFields) -> str:
     return found if isinstance(found, str) and len(found) <= TRACEPARENT_CHARS_MAX else ""
 
 
+def plans_ahead(config: Any) -> bool:
+    """Whether this engine plans a step while the one before it runs: asynchronous scheduling, or pipeline stages."""
+    is_async = getattr(getattr(config, "scheduler_config", None), "async_scheduling", False)
+    num_stages = getattr(getattr(config, "parallel_config", None), "pipeline_parallel_size", 1)
+    return bool(is_async) or num_stages > 1
+
+
 def has_ended_early(request: RequestFields) -> bool:
     """Whether a finished request was aborted or failed, rather than completed."""
     return getattr(request.status, "name", "") in ENDED_EARLY

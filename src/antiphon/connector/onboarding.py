@@ -17,24 +17,36 @@ _FADING: Final = 0.9
 
 
 class PrefillRate:
-    """Tokens that the engine computes in a second while it prefills, as measured over its last steps."""
+    """Tokens that the engine computes in a second while it prefills, as measured over its last steps.
 
-    def __init__(self) -> None:
+    Args:
+        is_async: a step is planned while the one before it runs (vLLM's asynchronous scheduling): it begins when the
+            next one is planned, and ends when the one after that is. Without, it begins when it is planned.
+    """
+
+    def __init__(self, *, is_async: bool = False) -> None:
         self.tokens_per_s = 0.0
+        self._is_async = is_async
         self._num_tokens = 0
         self._began_s: float | None = None
-        self._num_begun = 0
+        self._num_running = 0
+        self._num_planned = 0
 
     def scheduled(self, num_tokens: int) -> None:
         """The step that is being planned computes these tokens too."""
         self._num_tokens += num_tokens
 
     def step(self, now_s: float) -> None:
-        """The step is planned: the one before it has ended, or is about to."""
-        if self._began_s is not None and self._num_begun >= _TOKENS_MIN and now_s > self._began_s:
-            rate = self._num_begun / (now_s - self._began_s)
+        """The step is planned: the one that ran has ended, or is about to."""
+        if self._began_s is not None and self._num_running >= _TOKENS_MIN and now_s > self._began_s:
+            rate = self._num_running / (now_s - self._began_s)
             self.tokens_per_s = max(rate, _FADING * self.tokens_per_s + (1 - _FADING) * rate)
-        self._began_s, self._num_begun, self._num_tokens = now_s, self._num_tokens, 0
+        self._began_s = now_s
+        self._num_running, self._num_planned = (
+            self._num_planned if self._is_async else self._num_tokens,
+            self._num_tokens,
+        )
+        self._num_tokens = 0
 
 
 def is_late(lookup: LookupCall, now_s: float, timeout_s: float) -> bool:

@@ -35,6 +35,7 @@ class SchedulerOptions:
         can_load: whether they are asked for.
         store_jobs_max: stores that may run; further chunks are offered in later steps.
         onboard_max_s: longest wait of a lookup for chunks of the server's tiers; 0: what is in its memory counts.
+        is_async: whether the engine plans a step while the one before it runs.
     """
 
     engine: str
@@ -48,3 +49,4 @@ class SchedulerOptions:
     can_load: bool
     store_jobs_max: int
     onboard_max_s: float = 0.0
+    is_async: bool = False

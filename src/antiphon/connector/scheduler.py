@@ -78,7 +78,7 @@ class SchedulerSide:
         self._plan = StepPlan()
         self._gate = GateWatch(options.num_ranks, options.lookup_timeout_s, now_s)
         self._pins = Pins()
-        self._rate = PrefillRate()
+        self._rate = PrefillRate(is_async=options.is_async)
         self._quiet = QuietLog(log, now_s)
         self._sick: str | None = None  # why a worker is out of service
 

@@ -145,6 +145,7 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
             can_load=settings.can_load,
             store_jobs_max=settings.store_queue_max,
             onboard_max_s=settings.onboard_max_ms / 1000,
+            is_async=compat.plans_ahead(self._config),
         )
         self._scheduler = SchedulerSide(options, client, facts.identify)
         client.start()
