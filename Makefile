@@ -42,16 +42,16 @@ lint: install-dev  ## rules of style and form
 types: install-dev  ## the type checker, strict, on src
 	@$(TEST) --only types
 
-unit: install-dev  ## tests that start no process (seven minutes)
+unit: install-dev  ## tests that start no process (nine minutes)
 	@$(TEST) --only unit $(ARGS)
 
 compiled: install-dev  ## the router's tests on its compiled modules (two minutes)
 	@$(TEST) --only compiled $(ARGS)
 
-process: install-dev  ## tests with real processes and simulated engines (twelve minutes)
+process: install-dev  ## tests with real processes and simulated engines (nineteen minutes)
 	@$(TEST) --only process $(ARGS)
 
-real: install-dev  ## tests with real vLLM engines (twenty minutes)
+real: install-dev  ## tests with real vLLM engines (twenty-five minutes)
 	@$(TEST) --only real $(ARGS)
 
 soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the router, MINUTES (20) of traffic, the benches

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,25 +18,12 @@ from antiphon.cache_server import probe as probe_module
 from antiphon.cache_server.admin import AdminServer, start_admin
 from antiphon.core.tenants import tenant_of
 from antiphon.protocol import cache as wire
-from tests.cache_server.admin_standin import PAGE, Hang, StandIn, ask, get, post, standing_in
+from tests.cache_server.admin_standin import PAGE, Hang, StandIn, ask, get, post
 
 GETS = (
     *("/healthz", "/readiness", "/status", "/metrics", "/events", "/chunks", "/reports", "/leases"),
     *("/namespaces", "/chunks/facts", "/pins"),
 )
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[StandIn]:
-    async with standing_in(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-async def admin(server: StandIn) -> AsyncIterator[AdminServer]:
-    admin = await start_admin(server, "127.0.0.1", 0)
-    yield admin
-    await admin.close()
 
 
 def samples(text: bytes) -> dict[str, float]:

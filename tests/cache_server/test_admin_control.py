@@ -6,8 +6,6 @@ Against the real cache behind the stand-in of ``admin_standin``.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,23 +14,10 @@ from antiphon.cache.tier import Tier
 from antiphon.cache.tier_key import TierKey, tag_of
 from antiphon.cache.tier_options import TierOptions, TiersOptions
 from antiphon.cache.tiers import Tiers
-from antiphon.cache_server.admin import AdminServer, start_admin
+from antiphon.cache_server.admin import AdminServer
 from antiphon.cache_server.probe import PROBE_NAME
-from tests.cache_server.admin_standin import PAGE, Answer, StandIn, ask, get, key_of, namespace_of, post, standing_in
+from tests.cache_server.admin_standin import PAGE, Answer, StandIn, ask, get, key_of, namespace_of, post
 from tests.cache_server.test_admin import samples
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[StandIn]:
-    async with standing_in(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-async def admin(server: StandIn) -> AsyncIterator[AdminServer]:
-    admin = await start_admin(server, "127.0.0.1", 0)
-    yield admin
-    await admin.close()
 
 
 async def put(port: int, target: str, value: object) -> Answer:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +12,9 @@ from antiphon.cache_server import admin_poll
 from antiphon.cache_server import probe as probe_module
 from antiphon.cache_server.admin import AdminServer, start_admin
 from antiphon.protocol import cache as wire
-from tests.cache_server.admin_standin import PAGE, StandIn, get, key_of, namespace_of, post, standing_in, until
+from tests.cache_server.admin_standin import PAGE, StandIn, get, key_of, namespace_of, post, until
 
 BOTH = pytest.mark.parametrize("route", ["/events", "/reports"])
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[StandIn]:
-    async with standing_in(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-async def admin(server: StandIn) -> AsyncIterator[AdminServer]:
-    admin = await start_admin(server, "127.0.0.1", 0)
-    yield admin
-    await admin.close()
 
 
 def report(number: int) -> wire.Report:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.cache import reading, room, storing
+from antiphon.cache import reading, storing
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.books import Books
 from antiphon.cache.connections import Connection, Reservation
@@ -21,7 +21,6 @@ from antiphon.cache.events import Lookup
 from antiphon.cache.index import Chunk
 from antiphon.cache.leases import Lease, Leases
 from antiphon.cache.states import ChunkState, LeaseState
-from antiphon.cache.tenants import Account
 from antiphon.core.chunks import ChunkChain, ChunkKey
 from antiphon.core.errors import StaleHandle
 from antiphon.sim.client import CacheClient, Pending, Promise, Session
@@ -30,7 +29,9 @@ from antiphon.sim.server import Peer, Server
 from antiphon.sim.worker import LoadOrder, StoreOrder, Worker
 from tests.cache.planted import (
     connection_end_forgets_leases,
+    evict_ignores_pin,
     lookup_jumps_over_a_hole,
+    quota_forgets_pins,
     release_does_not_wait_for_copies,
 )
 
@@ -270,29 +271,6 @@ def blocks_are_freed_under_a_copy(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Scheduler, "_drop", drop)
     patch.setattr(Scheduler, "_copy_ended", copy_ended)
-
-
-def quota_forgets_pins(patch: pytest.MonkeyPatch) -> None:
-    """A tenant's own room is made over what is pinned."""
-    evict = room.evict_own
-
-    def blind(books: Books, account: Account, left_bytes: int) -> None:
-        pinned = {chunk: chunk.num_pins for chunk in books.chunk_at.values() if chunk.num_pins}
-        for chunk in pinned:
-            chunk.num_pins = 0
-            books.offer(chunk)
-        evict(books, account, left_bytes)
-        for chunk, num_pins in pinned.items():
-            chunk.num_pins = num_pins
-
-    patch.setattr(room, "evict_own", blind)
-
-
-def evict_ignores_pin(patch: pytest.MonkeyPatch) -> None:
-    def is_idle(self: Chunk) -> bool:
-        return self.is_indexed and not (self.num_step_holds or self.num_leases or self.writers)
-
-    patch.setattr(Chunk, "is_idle", property(is_idle))
 
 
 BUGS: tuple[Plant, ...] = (

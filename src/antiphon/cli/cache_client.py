@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import click
 
+from antiphon.cli.addresses import address_of
 from antiphon.cli.status import collect
 from antiphon.config.supervisor_spec import default_state_dir
 from antiphon.core.errors import AntiphonError, CacheUnavailable, CallTimeout, ConfigError, ProtocolError
@@ -65,18 +66,8 @@ class AdminClient:
     """
 
     def __init__(self, url: str) -> None:
-        text = url if "//" in url else f"http://{url}"
-        wrong = ConfigError(f"--url {url}: not an address of the form http://HOST:PORT")
-        try:
-            parts = urlsplit(text)
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            raise wrong from None
-        if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query:
-            raise wrong
         self.url = url
-        self._host = host
-        self._port = port or 80
+        self._host, self._port = address_of("--url", url)
 
     def get(self, path: str, *, wait_s: float | None = None, **query: object) -> dict[str, Any]:
         """The JSON answer to a GET.

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import click
 
+from antiphon.cli.addresses import address_of
 from antiphon.cli.cache_client import (
     AdminClient,
     NotThere,
@@ -212,7 +212,7 @@ def tokens_by(url: str, body: dict[str, Any], path: Path, key: bytes | None = No
     question = tokenize_body(CHAT if "messages" in body else COMPLETIONS, values)
     if question is None:
         raise ConfigError(f"--request-file {path}: no prompt or messages of text that can be tokenized alone")
-    host, port = _host_and_port(url)
+    host, port = address_of("--tokenizer-url", url)
     headers: dict[str, str | bytes] = {"content-type": "application/json"}
     if key is not None:
         headers["authorization"] = b"Bearer " + key
@@ -235,18 +235,6 @@ def tokens_by(url: str, body: dict[str, Any], path: Path, key: bytes | None = No
             remedy="name a file with a key that it takes with --tokenizer-key-file" if wants_key else None,
         )
     return list(decode_tokens(data))
-
-
-def _host_and_port(url: str) -> tuple[str, int]:
-    wrong = ConfigError(f"--tokenizer-url {url}: not an address of the form http://HOST:PORT")
-    try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise wrong from None
-    if not host or parts.scheme != "http":
-        raise wrong
-    return host, port or 80
 
 
 def full_key(server: AdminClient, text: str) -> list[ChunkKey]:

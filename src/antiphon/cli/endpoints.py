@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import click
 
+from antiphon.cli.addresses import address_of
 from antiphon.core.errors import AntiphonError, ConfigError
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
@@ -40,17 +40,8 @@ class RouterClient:
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        wrong = ConfigError(f"--router {url}: not an address of the form http://HOST:PORT")
-        try:
-            parts = urlsplit(url if "//" in url else f"http://{url}")
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            raise wrong from None
-        if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query:
-            raise wrong
         self.url = url
-        self._host = host
-        self._port = port or 80
+        self._host, self._port = address_of("--router", url)
         self._key = key
 
     def ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
