@@ -41,6 +41,10 @@ class Failed(Exception):
     """The measurement cannot go on; the message says why."""
 
 
+class OutOfTime(Exception):
+    """Neither this measurement nor those after it can go on."""
+
+
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
@@ -91,10 +95,17 @@ class Process:
             reason = "\n".join(line for line in text.splitlines() if "ERROR" in line or "Error" in line)[-3000:]
             raise Failed(f"{self.name} has failed:\n{reason or text[-3000:]}")
 
-    def check_reuse(self) -> None:
-        """Of an engine that is ready: raises Failed where the connector has not turned reuse on."""
-        if "KV reuse is on" not in self.log.read_text(errors="replace"):
-            raise Failed(f"the gate has not passed, see {self.log}")
+    def check_reuse(self, num_workers: int = 1) -> None:
+        """Of an engine that is ready: raises Failed where the connector has not turned reuse on in each worker."""
+        text = self.log.read_text(errors="replace")
+        if text.count("KV reuse is on") < num_workers:
+            lines = [line for line in text.splitlines() if "antiphon" in line.lower() or "reuse" in line]
+            raise Failed(f"the gate has not passed, see {self.log}:\n" + "\n".join(lines[-20:]))
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has used, without its children."""
+        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
         """Ends it, at last by force."""
@@ -112,10 +123,15 @@ class Process:
 
 @dataclass
 class Stack:
-    """The processes of one measurement, ended when the block is left."""
+    """The processes of one measurement, ended when the block is left.
+
+    Args:
+        checkpoint: folder with weights that engines load; None for random ones in the model's shape.
+    """
 
     paths: Paths
     processes: list[Process] = field(default_factory=list)
+    checkpoint: Path | None = None
 
     def __enter__(self) -> Stack:
         return self
@@ -147,15 +163,20 @@ class Stack:
         return self.start(f"cache-{port}", port + 1, (*argv, *more))
 
     def engine(self, name: str, port: int, transfer: dict[str, Any] | None, *args: str, **environment: str) -> Process:
-        """A vLLM engine with random weights in the model's shape."""
+        """A vLLM engine with random weights in the model's shape, or with the checkpoint's."""
+        model, load_format = (self.paths.model, "dummy") if self.checkpoint is None else (self.checkpoint, "auto")
         argv = [
-            "vllm.entrypoints.openai.api_server", "--model", str(self.paths.model), "--served-model-name", "m",
-            "--host", "127.0.0.1", "--port", str(port), "--load-format", "dummy", "--generation-config", "vllm",
+            "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
+            "--host", "127.0.0.1", "--port", str(port), "--load-format", load_format, "--generation-config", "vllm",
             "--max-model-len", "40960", "--uvicorn-log-level", "warning", *args,
         ]  # fmt: skip
         if transfer is not None:
             argv += ["--kv-transfer-config", json.dumps(transfer)]
         return self.start(name, port, argv, **environment)
+
+    def router(self, name: str, port: int, *args: str) -> Process:
+        """A router; ready at ``/readiness``."""
+        return self.start(name, port, ("antiphon", "router", "--port", str(port), "--log-level", "warning", *args))
 
     def wait_ready(self, processes: Iterable[Process], path: str = "/health") -> None:
         """Until each answers. Raises Failed where one has failed, or at the deadline."""
@@ -198,10 +219,11 @@ def get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
         connection.close()
 
 
-def metric(port: int, name: str) -> float:
-    """The sum of a metric over its labels."""
+def metric(port: int, name: str, label: str = "") -> float:
+    """The sum of a metric over its labels, of those that have ``label``."""
     lines = get(port, "/metrics")[1].splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line))
+    found = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line) and label in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 def external_hits(port: int) -> float:
@@ -277,12 +299,21 @@ def ask(port: int, ids: list[int], max_tokens: int = 16, **fields: object) -> An
     return Answer(list(found["choices"][0]["token_ids"]), [], found.get("kv_transfer_params"))
 
 
-def stream(port: int, ids: list[int], max_tokens: int, leave_after_s: float | None = None, **fields: object) -> Answer:
-    """A greedy completion as a stream, with the time of each token; given up after ``leave_after_s``."""
-    body = json.dumps(
+def stream_body(ids: list[int], max_tokens: int, **fields: object) -> bytes:
+    """What ``stream`` sends."""
+    return json.dumps(
         {"model": "m", "prompt": ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
          "stream_options": {"include_usage": True}, **fields}
-    )  # fmt: skip
+    ).encode()  # fmt: skip
+
+
+def stream(port: int, ids: list[int], max_tokens: int, leave_after_s: float | None = None, **fields: object) -> Answer:
+    """A greedy completion as a stream, with the time of each token; given up after ``leave_after_s``."""
+    return send(port, stream_body(ids, max_tokens, **fields), leave_after_s)
+
+
+def send(port: int, body: bytes, leave_after_s: float | None = None) -> Answer:
+    """As ``stream``, of a body that is made."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     times_s: list[float] = []
     num_tokens = 0
@@ -350,6 +381,13 @@ class Report:
             verdict = "" if is_met is None else ("met" if is_met else "MISSED")
             self.rows.append((name, shown, limit, verdict))
             say(f"  {name}: {shown} {limit} {verdict}".rstrip())
+            self._write()
+
+    def _write(self) -> Path:
+        """Whatever ends the measurement, the figures so far are there."""
+        path = self.out / f"{self.point}.json"
+        path.write_text(json.dumps(self.figures, indent=1, default=str) + "\n")
+        return path
 
     def close(self, failure: str | None = None) -> bool:
         """Prints the table and writes ``POINT.json``. Returns whether nothing failed and nothing was missed."""
@@ -357,8 +395,7 @@ class Report:
         self.figures["failure"] = failure
         is_good = failure is None and all(row[3] != "MISSED" for row in self.rows)
         self.figures["good"] = is_good
-        path = self.out / f"{self.point}.json"
-        path.write_text(json.dumps(self.figures, indent=1, default=str) + "\n")
+        path = self._write()
         widths = [max([len(row[column]) for row in self.rows] or [0]) for column in range(4)]
         for row in self.rows:
             say("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")

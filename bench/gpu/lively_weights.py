@@ -12,10 +12,8 @@ from __future__ import annotations
 import zlib
 
 import torch
+from lively_scales import scale_of
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-SCALE = 0.02
-SCALES = {"o_proj": 0.16, "down_proj": 0.002}
 
 
 def load_weights(_self: object, model: torch.nn.Module, _config: object) -> None:
@@ -26,8 +24,7 @@ def load_weights(_self: object, model: torch.nn.Module, _config: object) -> None
                 weights.fill_(1.0)
                 continue
             generator = torch.Generator(device=weights.device).manual_seed(zlib.crc32(name.encode()))
-            scale = next((value for part, value in SCALES.items() if part in name), SCALE)
-            weights.normal_(0.0, scale, generator=generator)
+            weights.normal_(0.0, scale_of(name), generator=generator)
 
 
 DummyModelLoader.load_weights = load_weights

@@ -7,6 +7,7 @@ and served by a D that takes from L1 what P stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from common import (
@@ -53,12 +54,17 @@ def run(stack: Stack, report: Report) -> None:
     stack.wait_ready(engines)
     for engine in engines:
         engine.check_reuse()
-    for length in LENGTHS:
-        found = [visit(cache, prompt(length, seed), f"{length}-{seed}") for seed in range(PROMPTS)]
+    measure(report, cache, engines, LENGTHS, PROMPTS)
+
+
+def measure(report: Report, cache: Process, engines: list[Process], lengths: Sequence[int], prompts: int) -> None:
+    """With the engines there, so many prompts of each length."""
+    for length in lengths:
+        found = [visit(cache, prompt(length, seed), f"{length}-{seed}") for seed in range(prompts)]
         for kind in found[0]:
             number = sum(one[kind] for one in found)
-            is_met = None if kind.startswith("told only") else number == PROMPTS
-            report.note(f"{length}: {kind}", [number, PROMPTS], f"{number} of {PROMPTS}", is_met=is_met)
+            is_met = None if kind.startswith("told only") else number == prompts
+            report.note(f"{length}: {kind}", [number, prompts], f"{number} of {prompts}", is_met=is_met)
         for engine in engines:
             engine.check()
 
