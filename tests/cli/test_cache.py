@@ -23,10 +23,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from antiphon.cli import cache_client
+from antiphon.cli.asking import NoAnswer
 from antiphon.cli.cache import event_line, follow, leases_lines, status_lines
 from antiphon.cli.cache_client import AdminClient, format_bytes
 from antiphon.cli.main import main
-from antiphon.core.errors import CacheUnavailable, ConfigError
+from antiphon.core.errors import ConfigError
 from antiphon.protocol import cache as wire
 from tests.cache_server.admin_process import MIB, NAMESPACE, Process, engine_at, keys, started, store
 from tests.cache_server.admin_standin import until
@@ -268,7 +269,7 @@ def page(incarnation: str, next_sequence: int, *events: int, num_lost: int = 0) 
 def test_following_goes_on_across_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    gone = CacheUnavailable("gone")
+    gone = NoAnswer("gone")
     end = RuntimeError("the end of the script")
     client = Scripted(page("a", 3, 1, 2), page("a", 9, 8, num_lost=5), gone, page("b", 2, 1), end)
     events = follow(client, is_once=False)

@@ -15,20 +15,20 @@ from typing import Any, Final
 import click
 
 from antiphon.cli import cache_control
+from antiphon.cli.asking import NoAnswer
 from antiphon.cli.cache_client import (
     AdminClient,
     admin_options,
     format_bytes,
-    printable,
     run,
     share,
     show,
-    table_lines,
     targets,
 )
 from antiphon.cli.cache_list import list_verb
+from antiphon.cli.shown import printable, table_lines
 from antiphon.cli.status import format_uptime
-from antiphon.core.errors import CacheUnavailable, CallTimeout, ConfigError
+from antiphon.core.errors import ConfigError
 
 POLL_WAIT_S: Final = 20.0
 TENANTS_SHOWN: Final = 20
@@ -106,7 +106,7 @@ def follow(client: AdminClient, *, is_once: bool) -> Iterator[dict[str, Any]]:
         known: dict[str, object] = {} if incarnation is None else {"incarnation": incarnation}
         try:
             answer = client.get("/events", wait_s=0.0 if is_once else POLL_WAIT_S, since=since, **known)
-        except (CacheUnavailable, CallTimeout):
+        except NoAnswer:
             if incarnation is None or is_once:
                 raise
             time.sleep(1.0)

@@ -6,7 +6,6 @@ address.
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -16,14 +15,17 @@ from urllib.parse import urlencode
 
 import click
 
-from antiphon.cli.addresses import address_of
+from antiphon.cli.asking import Asker, Kind
+from antiphon.cli.shown import printable
 from antiphon.cli.status import collect
 from antiphon.config.supervisor_spec import default_state_dir
-from antiphon.core.errors import AntiphonError, CacheUnavailable, CallTimeout, ConfigError, ProtocolError
+from antiphon.core.errors import AntiphonError, ConfigError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8090"
 TIMEOUT_S: Final = 5.0
-ANSWER_MAX_BYTES: Final = 16 << 20
+KIND: Final = Kind(
+    "cache server", "--url", "start one with antiphon cache-server or antiphon up, or name its --http-port with --url"
+)
 REFUSALS_TOLD: Final = 5
 
 FIELDS: Final = {
@@ -67,7 +69,7 @@ class AdminClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._host, self._port = address_of("--url", url)
+        self._asker = Asker(url, KIND)
 
     def get(self, path: str, *, wait_s: float | None = None, **query: object) -> dict[str, Any]:
         """The JSON answer to a GET.
@@ -77,56 +79,30 @@ class AdminClient:
             query: parameters.
 
         Raises:
-            CacheUnavailable, CallTimeout: no server answers there.
+            NoAnswer: no server answers there, or not in time.
             ProtocolError: something else does.
             NotThere: the server has nothing of what was named.
             ServerRefuses: the server refuses.
         """
         if wait_s is not None:
             query["wait_s"] = wait_s
-        return self._ask("GET", path, urlencode(query), None, TIMEOUT_S + (wait_s or 0.0))
+        return self._ask("GET", path, urlencode(query), None, wait_s or 0.0)
 
     def post(self, path: str, body: object) -> dict[str, Any]:
         """The JSON answer to a POST. Raises as ``get``."""
-        return self._ask("POST", path, "", json.dumps(body).encode(), TIMEOUT_S)
+        return self._ask("POST", path, "", body)
 
     def put(self, path: str, body: object) -> dict[str, Any]:
         """The JSON answer to a PUT. Raises as ``get``."""
-        return self._ask("PUT", path, "", json.dumps(body).encode(), TIMEOUT_S)
+        return self._ask("PUT", path, "", body)
 
-    def _ask(self, method: str, path: str, query: str, body: bytes | None, timeout_s: float) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        headers = {"content-type": "application/json"} if body is not None else {}
-        try:
-            connection.request(method, f"{path}?{query}" if query else path, body=body, headers=headers)
-            response = connection.getresponse()
-            status, data, num_missing = response.status, response.read(ANSWER_MAX_BYTES), response.length
-        except TimeoutError as error:
-            raise CallTimeout(
-                f"the cache server at {self.url} did not answer within {timeout_s:g} s",
-                remedy="it hangs or the machine is overloaded: look at its log, or restart it",
-            ) from error
-        except OSError as error:
-            raise CacheUnavailable(
-                f"no cache server answers at {self.url}: {error.strerror or error}",
-                remedy="start one with antiphon cache-server or antiphon up, or name its --http-port with --url",
-            ) from error
-        except http.client.HTTPException as error:
-            raise _not_a_cache_server(self.url, repr(error)) from error
-        finally:
-            connection.close()
-        if num_missing:
-            raise _not_a_cache_server(self.url, f"{num_missing} bytes of its answer are missing, or too many")
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            raise _not_a_cache_server(self.url, f"status {status}, no JSON") from None
-        if not isinstance(answer, dict):
-            raise _not_a_cache_server(self.url, f"status {status}, no JSON object")
+    def _ask(self, method: str, path: str, query: str, body: object, wait_s: float = 0.0) -> dict[str, Any]:
+        where = f"{path}?{query}" if query else path
+        status, answer = self._asker.ask(method, where, body, timeout_s=TIMEOUT_S + wait_s)
         detail = answer.get("error")
         code = detail.get("code") if isinstance(detail, dict) else None
         if status == HTTPStatus.NOT_FOUND and code in (None, ROUTE_NOT_FOUND):
-            raise _not_a_cache_server(self.url, f"it has no {path}")
+            raise self._asker.wrong_kind(f"it has no {path}")
         if "error" in answer:
             message = printable(str(detail.get("message") if isinstance(detail, dict) else detail))
             if status == HTTPStatus.NOT_FOUND:
@@ -134,14 +110,8 @@ class AdminClient:
             raise ServerRefuses(f"{self.url} refuses {method} {path}: {message} (status {status})")
         lacking = sorted(FIELDS.get(f"{method} {path}", FIELDS[path]) - answer.keys())
         if lacking:
-            raise _not_a_cache_server(self.url, f"{path} lacks {', '.join(lacking)}")
+            raise self._asker.wrong_kind(f"{path} lacks {', '.join(lacking)}")
         return answer
-
-
-def _not_a_cache_server(url: str, what: str) -> ProtocolError:
-    return ProtocolError(
-        f"what answers at {url} is no cache server ({what})", remedy="name the server's --http-port with --url"
-    )
 
 
 def admin_options(command: Command) -> Command:
@@ -255,12 +225,6 @@ def all_of(refused: Sequence[ServerRefuses]) -> ServerRefuses:
     return ServerRefuses("; ".join(messages[:REFUSALS_TOLD]) + more)
 
 
-def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells in columns; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def format_bytes(num_bytes: int) -> str:
     """``3221225472`` as ``3.00 GiB``."""
     size = float(num_bytes)
@@ -273,8 +237,3 @@ def format_bytes(num_bytes: int) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-def printable(text: str) -> str:
-    """Names come from clients: what would move a terminal's cursor is shown, not sent."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -24,11 +24,10 @@ from antiphon.cli.cache_client import (
     all_of,
     change_each,
     format_bytes,
-    printable,
     run,
-    table_lines,
     targets,
 )
+from antiphon.cli.shown import printable, table_lines
 from antiphon.config.cache_server_spec import parse_quota
 from antiphon.config.key_files import read_key
 from antiphon.core.chunks import ChunkKey, chunk_keys

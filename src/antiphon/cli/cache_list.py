@@ -12,11 +12,10 @@ from antiphon.cli.cache_client import (
     admin_options,
     each,
     format_bytes,
-    printable,
     run,
-    table_lines,
     targets,
 )
+from antiphon.cli.shown import printable, table_lines
 from antiphon.cli.status import format_uptime
 from antiphon.core.tenants import tenant_named
 

@@ -6,7 +6,6 @@ answer or refuses, or the time of ``--wait-s`` is over; 2 for a command line tha
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import time
@@ -16,13 +15,14 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from antiphon.cli.addresses import address_of
+from antiphon.cli.asking import Asker, Kind
+from antiphon.cli.shown import printable, table_lines
 from antiphon.core.errors import AntiphonError, ConfigError
 
 DEFAULT_URL: Final = "http://127.0.0.1:30000"
 TIMEOUT_S: Final = 10.0
+KIND: Final = Kind("router", "--router", "name its address with --router http://HOST:PORT")
 POLL_INTERVAL_S: Final = 0.1
-ANSWER_MAX_BYTES: Final = 16 << 20
 ROLES: Final = ("prefill", "decode")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -41,8 +41,7 @@ class RouterClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
-        self._host, self._port = address_of("--router", url)
-        self._key = key
+        self._asker = Asker(url, KIND, {} if key is None else {"authorization": f"Bearer {key}"})
 
     def ask(self, method: str, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
         """The router's JSON answer.
@@ -50,50 +49,16 @@ class RouterClient:
         Raises:
             AntiphonError: it does not answer, is no router, or refuses.
         """
-        headers = {"content-type": "application/json"}
-        if self._key is not None:
-            headers["authorization"] = f"Bearer {self._key}"
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            status, data = response.status, response.read(ANSWER_MAX_BYTES)
-        except OSError as error:
-            raise AntiphonError(
-                f"no router answers at {self.url}: {error.strerror or error}",
-                remedy="name its address with --router http://HOST:PORT",
-            ) from error
-        except http.client.HTTPException as error:
-            raise self._not_a_router(repr(error)) from error
-        finally:
-            connection.close()
-        return self._read(status, data)
-
-    def _read(self, status: int, data: bytes) -> dict[str, Any]:
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            raise self._not_a_router(f"status {status}, no JSON") from None
-        if not isinstance(answer, dict):
-            raise self._not_a_router(f"status {status}, no JSON object")
+        status, answer = self._asker.ask(method, path, body, timeout_s=TIMEOUT_S)
         if status < 300:
             return answer
         error = answer.get("error")
         if not isinstance(error, dict):
-            raise self._not_a_router(f"status {status}")
+            raise self._asker.wrong_kind(f"status {status}")
         remedy = None
         if status in (401, 403):
             remedy = "give the router's key with --admin-key-file, or ask on the router's own machine"
-        raise AntiphonError(_printable(str(error.get("message"))), remedy=remedy)
-
-    def _not_a_router(self, what: str) -> AntiphonError:
-        return AntiphonError(
-            f"what answers at {self.url} is no router ({_printable(what)})", remedy="name a router with --router"
-        )
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text[:1000])
+        raise AntiphonError(printable(str(error.get("message"))), remedy=remedy)
 
 
 def router_options(command: Command) -> Command:
@@ -209,8 +174,7 @@ def table(answer: dict[str, Any]) -> list[str]:
         )
         for row in answer["endpoints"]
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return table_lines(rows)
 
 
 def _state(row: dict[str, Any]) -> str:
