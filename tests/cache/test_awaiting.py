@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.cache.awaiting import POLL_MAX_S, POLL_MIN_S, REFUSED_MAX, UNSEEN_MAX_S, WAIT_MIN_S
+from antiphon.cache.awaiting import NOT_COMING_MAX, POLL_MAX_S, POLL_MIN_S, REFUSED_S, UNSEEN_MAX_S, WAIT_MIN_S
 from antiphon.cache.effects import Found, Notice, Onboarded, Onboarding
-from antiphon.cache.events import Abort, Commit, ConnectionId, Detach, HandedOver, Lookup
+from antiphon.cache.events import Abort, Clear, Commit, ConnectionId, Detach, HandedOver, Lookup
 from antiphon.cache.lending import Shelf, held_state
 from antiphon.cache.machine import Cache
 from antiphon.cache.tier_jobs import JobKind, Outcome
@@ -118,14 +119,89 @@ def test_a_refused_store_ends_the_wait_and_is_not_waited_for_afterwards() -> Non
     assert isinstance(world.ask(reader, "a", 1), Found), "it is known that it does not come"
 
 
+SLOW = TierOptions("redis", is_shared=True, timeout_s=9.0)
+
+
+@pytest.mark.parametrize("is_dead_before", [False, True])
+def test_a_writer_that_dies_while_a_tier_is_asked_is_not_waited_for(is_dead_before: bool) -> None:
+    world = TierWorld(8, SLOW, lists=False)
+    writer, reader = world.attach(), world.attach()
+    reserved = world.reserve(writer, "ab")
+    world.commit(writer, reserved.grants[:1])
+    if is_dead_before:
+        world.effects(Detach(writer))
+    assert isinstance(ask(world, reader, "ab", HandedOver(2, is_here=True)), Onboarding)
+    if not is_dead_before:
+        world.effects(Detach(writer))
+    (job,) = world.of(JobKind.ASK)
+    assert num_chunks(found_in(world.end(job, found=(False,)))) == 1
+    world.cache.validate()
+
+
+def test_a_tier_that_hangs_does_not_hold_up_what_is_stored_here() -> None:
+    world = TierWorld(8, SLOW, lists=False)
+    writer, reader = world.attach(), world.attach()
+    reserved = world.reserve(writer, "a")
+    assert isinstance(ask(world, reader, "a", HandedOver(1, is_here=True)), Onboarding)
+    assert len(world.of(JobKind.ASK)) == 1
+    assert num_chunks(found_in(world.effects(commit_of(world, writer, reserved))[1:])) == 1
+
+
+def test_what_is_cleared_while_it_is_stored_is_not_waited_for() -> None:
+    world = HereWorld()
+    writer, reader = world.attach(), world.attach()
+    world.reserve(writer, "a")
+    assert isinstance(world.ask(reader, "a", 1), Onboarding)
+    assert num_chunks(found_in(world.effects(Clear())[1:])) == 0
+    assert isinstance(world.ask(reader, "a", 1), Found)
+
+
+def test_what_another_writer_stores_is_waited_for_although_the_first_has_died() -> None:
+    world = HereWorld()
+    writer, other, reader = world.attach(), world.attach(), world.attach()
+    world.reserve(writer, "a")
+    world.effects(Detach(writer))
+    reserved = world.reserve(other, "a")
+    assert isinstance(world.ask(reader, "a", 1), Onboarding)
+    assert num_chunks(found_in(world.effects(commit_of(world, other, reserved))[1:])) == 1
+
+
+def test_a_death_and_a_refusal_are_forgotten() -> None:
+    world = HereWorld(num_chunks=1)
+    writer, reader = world.attach(), world.attach()
+    world.reserve(writer, "a")
+    world.effects(world.reserve_event(writer, "x"))  # no room
+    world.effects(Detach(writer))
+    assert isinstance(world.ask(reader, "a", 1), Found)
+    world.tick(UNSEEN_MAX_S)
+    assert isinstance(world.ask(reader, "a", 1, wait_s=0.1), Onboarding), "this is of a hand-over that came later"
+    assert isinstance(world.ask(reader, "x", 1), Found)
+    world.tick(REFUSED_S)
+    assert isinstance(world.ask(reader, "x", 1, wait_s=0.1), Onboarding)
+
+
+def test_a_fetch_that_fails_says_nothing_of_the_engine_that_stores() -> None:
+    world = TierWorld(8)
+    writer, reader = world.attach(), world.attach()
+    world.in_tier(writer, "a")
+    assert isinstance(world.wait(reader, "a"), Onboarding)
+    (job,) = world.of(JobKind.FETCH)
+    world.end(job, Outcome.MISSING)
+    reply = ask(world, reader, "a", HandedOver(1, is_here=True))
+    assert isinstance(reply, Onboarding)
+    reserved = world.reserve(writer, "a")
+    assert num_chunks(found_in(world.effects(commit_of(world, writer, reserved))[1:])) == 1
+
+
 def test_what_is_remembered_of_refused_stores_is_bounded() -> None:
     world = HereWorld(num_chunks=1)
+    world.tick(0.0)
     awaiting = world.cache._books.tiers.onboardings.awaiting  # type: ignore[union-attr]
-    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(REFUSED_MAX + 10)]
+    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(NOT_COMING_MAX + 10)]
     for key in keys:
         awaiting.refused(key)
     awaiting.validate()
-    assert [awaiting.was_refused(keys[number]) for number in (0, 9, 10, -1)] == [False, False, True, True]
+    assert [awaiting.is_given_up(keys[number]) for number in (0, 9, 10, -1)] == [False, False, True, True]
 
 
 def test_a_fast_engine_waits_long_enough_for_a_copy() -> None:

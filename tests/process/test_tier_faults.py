@@ -1,16 +1,21 @@
 """A cache server under traffic while what is behind its tier is killed, hung and filled up, and comes back.
 
 Goal: no call fails, chunks in memory are found as fast as before, the breaker is seen to open, and 5 s after the
-service is back chunks come from the tier again. Method: a real server, one real service of each kind, three clients in
+service is back chunks come from the tier again. A Mooncake store whose etcd fails goes on, until its client must start
+again. Method: a real server, one real service of each kind, three clients in
 processes of their own; latencies are compared within one run, with those before the fault and with those of a server
 without a tier at the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,25 @@ from tests.cache_server.world import ServerProcess, wait_for
 from tests.conftest import Ports
 from tests.process import namespaces
 from tests.process.measured import Latencies, Phase, TrafficProcess, populated, stay
-from tests.process.tier_services import DISK_BYTES, Backing, DiskBacking, MooncakeBacking, RedisBacking, S3Backing
+from tests.process.tier_services import (
+    DISK_BYTES,
+    Backing,
+    DiskBacking,
+    EtcdBacking,
+    MooncakeBacking,
+    RedisBacking,
+    S3Backing,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-KINDS: dict[str, Callable[..., Backing]] = {"redis": RedisBacking, "s3": S3Backing, "mooncake": MooncakeBacking}
+KINDS: dict[str, Callable[..., Backing]] = {
+    "redis": RedisBacking,
+    "s3": S3Backing,
+    "mooncake": MooncakeBacking,
+    "etcd": partial(EtcdBacking, is_secured=False),
+    "secured-etcd": partial(EtcdBacking, is_secured=True),
+}
 ROLES = ("hot", "cold", "new")
 QUIET_S = 2.0
 """How long a state is measured; and after an open breaker was seen."""
@@ -82,17 +101,42 @@ class World:
     def recover(self, name: str, end: Callable[[], None]) -> None:
         """Brings the service back, and waits until chunks come from the tier and go into it."""
         end()
-        began_s, before = time.monotonic(), self.tier()
-
-        def is_back() -> bool:
-            tier = self.tier()
-            has_hit = tier["fetches"]["hit"] > before["fetches"]["hit"]
-            has_published = tier["publications"]["published"] > before["publications"]["published"]
-            return tier["breaker"] == "closed" and has_hit and has_published
-
-        wait_for(is_back, f"after {name} the tier is used again", 4 * RECOVERY_S)
+        began_s, is_used = time.monotonic(), self.uses_tier()
+        wait_for(
+            lambda: self.tier()["breaker"] == "closed" and is_used(),
+            f"after {name} the tier is used again",
+            4 * RECOVERY_S,
+        )
         self.recoveries_s[name] = time.monotonic() - began_s
         stay(QUIET_S)
+
+    def uses_tier(self) -> Callable[[], bool]:
+        """Tells whether since now chunks came from the tier and went into it."""
+        before = self.tier()
+
+        def is_used() -> bool:
+            tier = self.tier()
+            has_hit = tier["fetches"]["hit"] > before["fetches"]["hit"]
+            return has_hit and bool(tier["publications"]["published"] > before["publications"]["published"])
+
+        return is_used
+
+    def check(self) -> None:
+        """Ends the traffic. No call has failed, what is in memory was found as fast as before, all recoveries were in
+        time."""
+        saw = {role: client.end() for role, client in self.traffic.items()}
+        assert not {role: said["errors"] for role, said in saw.items() if said["errors"]}
+        before, *others = self.phases
+        usual = Latencies.of(saw["hot"]["samples"], before)
+        print(usual)
+        for phase in others:
+            during, alone = (Latencies.of(saw[name]["samples"], phase) for name in ("hot", "alone"))
+            print(f"{during}; a server without a tier: p50 {alone.p50:.2f} ms")
+            during.check(usual, alone)
+        for name, recovery_s in self.recoveries_s.items():
+            print(f"{name}: back after {recovery_s:.2f} s")
+            assert recovery_s <= RECOVERY_S, name
+        print(self.tier()["failures"], self.tier()["publications"])
 
 
 @pytest.fixture
@@ -110,33 +154,33 @@ def alone(tmp_path: Path, die_with_parent: Callable[[], None]) -> Iterator[Traff
         client.kill()
 
 
-@pytest.fixture(params=[*KINDS, "disk"])
-def world(
-    request: pytest.FixtureRequest,
+@pytest.fixture
+def make_world(
     tmp_path: Path,
     around: tuple[set[int], Callable[[int], list[int]]],
     alone: TrafficProcess,
     die_with_parent: Callable[[], None],
-) -> Iterator[World]:
-    """A server that is populated, and whose tier is in use."""
-    backing, preexec = make_backing(request.param, tmp_path, around, die_with_parent)
-    server: ServerProcess | None = None
-    traffic: dict[str, TrafficProcess] = {}
-    try:
-        server = populated(ServerProcess(tmp_path, preexec, "--l2", backing.url, *FLAGS, size_gb=0.016))
-        if isinstance(backing, DiskBacking):
-            backing.show(server.process.pid)
-        for role in ROLES:
-            traffic[role] = TrafficProcess(role, server, die_with_parent)
-        made = World(backing, server, traffic | {"alone": alone})
-        wait_for(lambda: made.tier()["fetches"]["hit"] > 20, "chunks come from the tier", 20.0)
-        yield made
-    finally:
-        for client in traffic.values():
-            client.kill()
-        if server is not None:
-            server.kill()
-        backing.close()
+) -> Iterator[Callable[[str], World]]:
+    """``make_world("redis")``: a server that is populated, and whose tier is in use."""
+    with contextlib.ExitStack() as after:
+
+        def make(kind: str) -> World:
+            backing, preexec = make_backing(kind, tmp_path, around, die_with_parent)
+            after.callback(backing.close)
+            server = ServerProcess(tmp_path, preexec, "--l2", backing.url, *FLAGS, size_gb=0.016)
+            after.callback(server.kill)
+            populated(server)
+            if isinstance(backing, DiskBacking):
+                backing.show(server.process.pid)
+            traffic = {"alone": alone}
+            for role in ROLES:
+                traffic[role] = TrafficProcess(role, server, die_with_parent)
+                after.callback(traffic[role].kill)
+            made = World(backing, server, traffic)
+            wait_for(lambda: made.tier()["fetches"]["hit"] > 20, "chunks come from the tier", 20.0)
+            return made
+
+        yield make
 
 
 def make_backing(
@@ -157,7 +201,11 @@ def make_backing(
     return DiskBacking(mount), begin
 
 
-def test_faults_of_a_tier_cost_no_call_and_no_time_of_what_is_in_memory(world: World) -> None:
+@pytest.mark.parametrize("kind", ["redis", "s3", "mooncake", "disk"])
+def test_faults_of_a_tier_cost_no_call_and_no_time_of_what_is_in_memory(
+    make_world: Callable[[str], World], kind: str
+) -> None:
+    world = make_world(kind)
     backing = world.backing
     world.measure("before", lambda: world.tier()["breaker"] == "closed", lambda: None)
     for name, begin, end in (
@@ -169,19 +217,38 @@ def test_faults_of_a_tier_cost_no_call_and_no_time_of_what_is_in_memory(world: W
     seen = num_without_room(world)
     world.measure("full", lambda: num_without_room(world) > seen, backing.begin_fill)
     world.recover("full", backing.end_fill)
-    saw = {role: client.end() for role, client in world.traffic.items()}
-    assert not {role: said["errors"] for role, said in saw.items() if said["errors"]}
-    before, *others = world.phases
-    usual = Latencies.of(saw["hot"]["samples"], before)
-    print(usual)
-    for phase in others:
-        during, alone = (Latencies.of(saw[name]["samples"], phase) for name in ("hot", "alone"))
-        recovery_s = world.recoveries_s[phase.name]
-        print(f"{during}; back after {recovery_s:.2f} s; a server without a tier: p50 {alone.p50:.2f} ms")
-        during.check(usual, alone)
-        assert recovery_s <= RECOVERY_S
-    print(world.tier()["failures"], world.tier()["publications"])
+    world.check()
     assert world.tier()["failures"]["opened"] >= 2
+
+
+@pytest.mark.parametrize("kind", ["etcd", "secured-etcd"])
+def test_an_etcd_that_fails_costs_nothing_until_the_client_of_the_store_starts_again(
+    make_world: Callable[[str], World], kind: str
+) -> None:
+    world = make_world(kind)
+    backing = world.backing
+    world.measure("before", lambda: world.tier()["breaker"] == "closed", lambda: None)
+    for name, begin, end in (
+        ("killed", backing.begin_kill, backing.end_kill),
+        ("hung", backing.begin_hang, backing.end_hang),
+    ):
+        num_opened = world.tier()["failures"]["opened"]
+        begin()
+        world.measure(f"{name}, met", world.uses_tier(), lambda: None)
+        assert world.tier()["failures"]["opened"] == num_opened
+        assert world.tier()["breaker"] == "closed"
+        world.measure(name, world.is_open, lambda: kill_client(world.server))
+        world.recover(name, end)
+    world.check()
+    assert world.tier()["failures"]["opened"] >= 2
+
+
+def kill_client(server: ServerProcess) -> None:
+    """Kills the process that runs Mooncake's client; the tier starts another."""
+    tasks = Path(f"/proc/{server.process.pid}/task")
+    children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    (child,) = [pid for pid in children if b"mooncake_child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(child, signal.SIGKILL)
 
 
 def num_without_room(world: World) -> int:

@@ -21,8 +21,10 @@ from obstore.store import S3Store
 
 from antiphon.core.errors import TierError, TierFull
 from antiphon.core.units import KIB, MIB
+from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
 from antiphon.storage.mooncake_tier import MooncakeTier, MooncakeTierOptions
-from tests.storage.servers import MooncakeMaster, MooncakeMemory, SeaweedS3, Service, Valkey
+from tests.storage.secured_etcd import PASSWORD, USER, Certificates, SecuredEtcd
+from tests.storage.servers import Etcd, MooncakeMaster, MooncakeMemory, SeaweedS3, Service, Valkey
 from tests.storage.tier_kit import key_of, meta_of, payload_of
 
 TIMEOUT_S = 1.0
@@ -168,18 +170,22 @@ class S3Backing(_OfService):
         self._service.kill()
 
 
-class MooncakeBacking(_OfService):
-    """A Mooncake store over TCP; full, another client puts as long as there is room."""
+class _Mooncake(_OfService):
+    """A Mooncake store over TCP; full, another client puts as long as there is room.
 
-    def __init__(self, folder: Path, adopted: set[int], take: Take) -> None:
-        self._master = MooncakeMaster(folder / "master", adopted, take)
-        super().__init__(self._master)
-        self._master.start()
-        self._memory = MooncakeMemory(folder / "memory", adopted, take, self._master, self._master.metadata)
+    Args:
+        service: that is killed and hung.
+        master, memory: of the store, not started.
+    """
+
+    def __init__(self, service: Service, master: MooncakeMaster, memory: MooncakeMemory) -> None:
+        super().__init__(service)
+        self._master, self._memory = master, memory
         try:
+            self._master.start()
             self._memory.start()
         except BaseException:
-            self._master.kill()
+            self.stop()
             raise
         self._filler: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -187,7 +193,15 @@ class MooncakeBacking(_OfService):
 
     @property
     def url(self) -> str:
-        return f"mooncake://{self._master.address}?{OPTIONS}&metadata={self._master.metadata}&chunk_gb_max=0.001"
+        return f"mooncake://{self._master.address}?{OPTIONS}&chunk_gb_max=0.001&{self._metadata_options()}"
+
+    @abstractmethod
+    def _metadata_options(self) -> str:
+        """Of the tier's URL."""
+
+    @abstractmethod
+    def _metadata(self) -> str | EtcdAccess:
+        """For a client in this process."""
 
     def begin_fill(self) -> None:
         self._is_over.clear()
@@ -197,7 +211,7 @@ class MooncakeBacking(_OfService):
         assert self._is_full.wait(30), "the store is not full"
 
     def _fill(self) -> None:
-        options = MooncakeTierOptions(self._master.address, self._master.metadata, chunk_bytes_max=16 * MIB)
+        options = MooncakeTierOptions(self._master.address, self._metadata(), chunk_bytes_max=16 * MIB)
         store = MooncakeTier("filler", options)
         number = 0
         try:
@@ -231,8 +245,76 @@ class MooncakeBacking(_OfService):
 
     def close(self) -> None:
         self.end_fill()
+        self.stop()
+
+    def stop(self) -> None:
+        """Kills all of it."""
         self._memory.kill()
         self._master.kill()
+
+
+class MooncakeBacking(_Mooncake):
+    """A store whose master is its metadata server too."""
+
+    def __init__(self, folder: Path, adopted: set[int], take: Take) -> None:
+        master = MooncakeMaster(folder / "master", adopted, take)
+        super().__init__(master, master, MooncakeMemory(folder / "memory", adopted, take, master, master.metadata))
+
+    def _metadata_options(self) -> str:
+        return f"metadata={self._master.metadata}"
+
+    def _metadata(self) -> str:
+        return self._master.metadata
+
+
+class EtcdBacking(_Mooncake):
+    """A store whose metadata is in an etcd, which is what fails.
+
+    Args:
+        is_secured: the etcd has a user, TLS and client certificates.
+    """
+
+    def __init__(self, folder: Path, adopted: set[int], take: Take, *, is_secured: bool) -> None:
+        self._adapter: EtcdMetadata | None = None
+        master = MooncakeMaster(folder / "master", adopted, take, has_http_metadata=False)
+        if is_secured:
+            pem = Certificates(folder / "pem")
+            secured = SecuredEtcd(folder / "etcd", (adopted, take), pem, wants_certificate=True)
+            member, files = f"127.0.0.1:{secured.port}", (str(pem.authority), *pem.files("client"))
+            self._access: str | EtcdAccess = EtcdAccess([member], True, USER, PASSWORD, *files)
+            options = {"metadata": f"etcds://{member}", "metadata_user": USER}
+            options["metadata_password_file"] = str(secured.password_file)
+            for name, file in zip(("ca", "cert", "key"), files, strict=True):
+                options[f"metadata_{name}_file"] = file
+            self._etcd: Etcd = secured
+            self._adapter = EtcdMetadata(self._access)
+            url = self._adapter.url
+        else:
+            self._etcd = Etcd(folder / "etcd", adopted, take)
+            self._access = url = f"etcd://127.0.0.1:{self._etcd.port}"
+            options = {"metadata": url}
+        self._options = options
+        try:
+            self._etcd.start()
+        except BaseException:
+            self._close_adapter()
+            raise
+        super().__init__(self._etcd, master, MooncakeMemory(folder / "memory", adopted, take, master, url))
+
+    def _metadata_options(self) -> str:
+        return "&".join(f"{name}={value}" for name, value in self._options.items())
+
+    def _metadata(self) -> str | EtcdAccess:
+        return self._access
+
+    def _close_adapter(self) -> None:
+        if self._adapter is not None:
+            self._adapter.close()
+
+    def stop(self) -> None:
+        super().stop()
+        self._etcd.kill()
+        self._close_adapter()
 
 
 class DiskBacking(Backing):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from antiphon.sim.faults import SimulationOptions
 from antiphon.sim.run import describe_failure, run_seeds
+from antiphon.sim.seeds import SeedResult
 
 
 @dataclass
@@ -25,3 +26,9 @@ def collect(num_seeds: int, options: SimulationOptions) -> Run:
         if result.failure is not None:
             found.failures.append(describe_failure(result, options))
     return found
+
+
+def assert_caught(last: SeedResult, num_seeds: int) -> None:
+    """A planted bug was noticed by a check or an assertion: a plant that merely breaks shows nothing."""
+    assert last.failure is not None, f"{num_seeds} seeds passed"
+    assert last.failure.startswith(("CheckFailed", "AssertionError")), last.failure

@@ -115,6 +115,17 @@ def commits_wake_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Awaiting, "stored", lambda self, key: None)
 
 
+def deaths_of_writers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Who looks a moment later takes the chunk for one that is about to be stored."""
+    patch.setattr(Awaiting, "is_given_up", lambda self, key: False)
+
+
+def open_questions_hold_up_what_is_stored_here(patch: pytest.MonkeyPatch) -> None:
+    """A lookup takes notice of a store here only once no tier is asked any more."""
+    awaits = Awaiting.awaits
+    patch.setattr(Awaiting, "awaits", lambda self, waiter: not waiter.num_asks and awaits(self, waiter))
+
+
 def reserved_chunks_are_handed_over(patch: pytest.MonkeyPatch) -> None:
     def as_readable(shelf: Shelf, tier_key: TierKey, key: ChunkKey) -> str:
         return "readable" if key in shelf._cache._books.index.chunks else "unseen"
@@ -143,5 +154,7 @@ BUGS: list[Plant] = [
     servers_that_do_not_answer_are_waited_for,
     lookups_outlive_their_deadline,
     commits_wake_nobody,
+    deaths_of_writers_are_forgotten,
+    open_questions_hold_up_what_is_stored_here,
     reserved_chunks_are_handed_over,
 ]

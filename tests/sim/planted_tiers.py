@@ -55,13 +55,16 @@ def fetched_bytes_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 def tier_key_is_without_its_namespace(patch: pytest.MonkeyPatch) -> None:
     """The key is that of the tokens alone, and the record does not say what it means."""
     bare: dict[ChunkKey, ChunkKey] = {}
+    shadows: dict[
+        int, tuple[ChunkChain, ChunkChain]
+    ] = {}  # by identity; a chain that is kept gives its own to no other
     extend = ChunkChain.extend
 
     def extending(self: ChunkChain, tokens: Any) -> list[ChunkKey]:
         tokens = list(tokens)
-        shadow = self.__dict__.get("shadow")
-        if shadow is None:
-            shadow = self.__dict__["shadow"] = ChunkChain(type(self.namespace)(bytes(32)), self.chunk_size_tokens)
+        if id(self) not in shadows:
+            shadows[id(self)] = self, ChunkChain(type(self.namespace)(bytes(32)), self.chunk_size_tokens)
+        shadow = shadows[id(self)][1]
         keys = extend(self, tokens)
         bare.update(zip(keys, extend(shadow, tokens), strict=True))
         return keys

@@ -7,9 +7,12 @@ from collections import Counter
 import pytest
 
 from antiphon.sim.peers_run import run_peers_seed, run_peers_seeds
+from tests.sim.collected import assert_caught
 from tests.sim.peers_planted import BUGS, Plant
 
 NUM_SEEDS = 200
+OFTEN = 20
+"""So often everything occurs in all seeds together."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,8 +30,7 @@ def test_seeds_pass_and_go_everywhere() -> None:
     names += ["read flipped", "read stalled"]
     names += ["hand-over whole", "hand-over in part", "hand-over left", "hand-over without room", "writer died"]
     names += ["held readable", "held reserved", "held unseen", "held refused", "not told how far"]
-    for name in names:
-        assert seen[name], f"{name} never occurred: {seen}"
+    assert {name: seen[name] for name in names if seen[name] < OFTEN} == {}
 
 
 def test_a_seed_gives_the_same_trace_twice() -> None:
@@ -39,4 +41,4 @@ def test_a_seed_gives_the_same_trace_twice() -> None:
 def test_planted_bug_is_caught(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     *_, last = run_peers_seeds(1, NUM_SEEDS)
-    assert last.failure is not None, f"{NUM_SEEDS} seeds passed"
+    assert_caught(last, NUM_SEEDS)

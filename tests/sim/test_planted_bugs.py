@@ -13,6 +13,7 @@ from antiphon.cli.main import main
 from antiphon.sim.faults import SimulationOptions
 from antiphon.sim.run import describe_failure, run_seeds
 from antiphon.sim.seeds import TRACE_LINES_SHOWN
+from tests.sim.collected import assert_caught
 from tests.sim.planted import BUGS, Plant, commit_comes_before_the_copy_ended
 
 NUM_SEEDS_MAX = 200
@@ -25,7 +26,7 @@ def test_planted_bug_is_caught(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Cache, "validate", lambda self: None)
     bug(monkeypatch)
     *_, last = run_seeds(1, NUM_SEEDS_MAX, SimulationOptions())
-    assert last.failure is not None, f"{NUM_SEEDS_MAX} seeds passed"
+    assert_caught(last, NUM_SEEDS_MAX)
 
 
 def test_a_failure_says_how_to_run_it_again(monkeypatch: pytest.MonkeyPatch) -> None:

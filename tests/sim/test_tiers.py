@@ -9,10 +9,12 @@ from antiphon.cache.machine import Cache
 from antiphon.cli.main import main
 from antiphon.sim.faults import TIER_FAULTS, SimulationOptions
 from antiphon.sim.run import run_seed, run_seeds
-from tests.sim.collected import Run, collect
+from tests.sim.collected import Run, assert_caught, collect
 from tests.sim.planted_tiers import BUGS, Plant
 
 NUM_SEEDS = 200
+OFTEN = 20
+"""So often each kind of fault and outcome occurs in all seeds together, or it is as good as not tried."""
 
 pytestmark = pytest.mark.timeout(900)  # 60 s of CPU time, on a machine that others use too
 
@@ -33,18 +35,18 @@ def test_everything_about_tiers_occurs(run: Run) -> None:
         *(f"fault {fault.value}" for fault in TIER_FAULTS),
         *(
             f"tier {job} {outcome}"
-            for job in ("ask", "clear", "list", "probe", "publish")
+            for job in ("ask", "clear", "fetch", "list", "probe", "publish")
             for outcome in ("done", "failed")
         ),
-        *(f"tier fetch {outcome}" for outcome in ("done", "missing", "corrupt")),
+        *(f"tier fetch {outcome}" for outcome in ("missing", "corrupt")),
+        *(f"tier hangs in {job}" for job in ("ask", "clear", "fetch", "list", "probe", "publish")),
         "tier publish full",
         "breaker open",
         "breaker closed",
         "torn record",
         "tier evicts",
-        "tier hangs in fetch",
     }
-    assert {name for name in rare if not run.seen[name]} == set()
+    assert {name: run.seen[name] for name in rare if run.seen[name] < OFTEN} == {}
     assert min(run.seen[name] for name in ("onboarded", "promise with fetched chunks", "tier fetch done")) > 300
 
 
@@ -59,7 +61,7 @@ def test_planted_bug_is_caught(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Cache, "validate", lambda self: None)
     bug(monkeypatch)
     *_, last = run_seeds(1, NUM_SEEDS, SimulationOptions.with_tiers())
-    assert last.failure is not None, f"{NUM_SEEDS} seeds passed"
+    assert_caught(last, NUM_SEEDS)
 
 
 def test_the_verb_runs_them() -> None:

@@ -7,6 +7,7 @@ and without users and TLS, killed and hung after the memory of the store is give
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from antiphon.core.errors import TierTimeout, TierUnavailable
 from antiphon.core.units import MIB
 from antiphon.storage.etcd_metadata import EtcdAccess
 from antiphon.storage.mooncake_tier import MooncakeTier
-from antiphon.storage.plain_calls import mooncake_rates
+from antiphon.storage.plain_calls import MooncakePlain
 from tests.storage.conftest import MooncakeStore
 from tests.storage.secured_etcd import PASSWORD, SecuredEtcd
 from tests.storage.servers import Etcd
@@ -95,7 +96,8 @@ def test_the_plain_calls_of_a_bench_reach_the_same_store(mooncake: MooncakeStore
         options |= {"metadata_password_file": str(etcd.password_file), "metadata_ca_file": access.ca_file}
         options |= {"metadata_cert_file": access.cert_file, "metadata_key_file": access.key_file}
     spec = TierSpec.model_validate({"url": f"mooncake://{mooncake.master.address}", **options})
-    assert min(mooncake_rates(spec, 2, MIB, 1)) > 0
+    with contextlib.closing(MooncakePlain(spec, 2, MIB, 1)) as plain:
+        assert min(*plain.round(), *plain.round()) > 0
 
 
 def test_what_the_child_is_told_is_in_no_argument(rig: Rig, mooncake: MooncakeStore) -> None:

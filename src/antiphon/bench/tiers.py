@@ -6,6 +6,7 @@ best round of each counts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -21,7 +22,7 @@ from antiphon.config.tier_spec import TierSpec
 from antiphon.core.errors import TierCorrupt, TierError
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.core.units import MIB
-from antiphon.storage.plain_calls import PlainCalls, mooncake_rates, plain_calls
+from antiphon.storage.plain_calls import MooncakePlain, PlainCalls, plain_calls
 from antiphon.storage.tier import ChunkMeta, TierStore
 from antiphon.storage.tiers import open_tier
 
@@ -98,22 +99,33 @@ def _measure(spec: TierSpec, store: TierStore, options: TiersBenchOptions) -> tu
         if not store.get_into(keys[number], meta, targets[number % options.num_threads]):
             raise TierError(f"the tier {spec.tier_name} does not have what was stored: is it large enough?")
 
-    calls = plain_calls(spec)
     ours, plain = _Best(), _Best()
-    try:
+    with contextlib.ExitStack() as after:
+        after.callback(store.remove, keys)
+        plain_round = _plain_round(spec, options, payload, after)
         for _ in range(options.num_rounds):
-            if calls is not None:
-                plain.take(*_round(options, *_plain(calls, payload, options.chunk_bytes)))
+            if plain_round is not None:
+                plain.take(*plain_round())
             ours.take(*_round(options, lambda number: store.put(keys[number], payload, meta), get))
         if any(target != payload for target in targets[: options.num_chunks]):
             raise TierCorrupt(f"the tier {spec.tier_name} returned other bytes than were stored")
-    finally:
-        store.remove(keys)
-        if calls is not None:
-            calls.close()
-    if spec.kind == "mooncake":
-        plain.take(*mooncake_rates(spec, options.num_chunks, options.chunk_bytes, options.num_threads))
     return ours, plain
+
+
+def _plain_round(
+    spec: TierSpec, options: TiersBenchOptions, payload: memoryview, after: contextlib.ExitStack
+) -> Callable[[], tuple[float, float]] | None:
+    """A round of the plain calls of what is behind the tier; None for a kind that has none."""
+    if spec.kind == "mooncake":
+        rounds = MooncakePlain(spec, options.num_chunks, options.chunk_bytes, options.num_threads)
+        after.callback(rounds.close)
+        return rounds.round
+    calls = plain_calls(spec)
+    if calls is None:
+        return None
+    after.callback(calls.close)
+    put, get = _plain(calls, payload, options.chunk_bytes)
+    return lambda: _round(options, put, get)
 
 
 def _plain(

@@ -7,9 +7,9 @@ another server has it, the tiers are asked again and again, after ``POLL_MIN_S``
 Always true:
 
 - A lookup waits no longer than its deadline, and not for a chunk that is known not to come: its store was refused or
-  given up, or the tier that was asked said so.
+  given up lately and nobody else has begun one, or the tier that was asked said so.
 - A chunk that nobody has begun to store here is waited for ``UNSEEN_MAX_S`` at most.
-- What is remembered of refused stores is bounded.
+- What is remembered of stores that were refused or given up is bounded, and forgotten after a while.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ WAIT_MIN_S: Final = 0.25
 """For what was handed over, however fast the engine computes: what it computes again holds up its decoding."""
 UNSEEN_MAX_S: Final = 1.0
 """An engine reserves within milliseconds after it has answered: one that has not in this time is gone."""
-REFUSED_MAX: Final = 4_096
+REFUSED_S: Final = 30.0
+"""So long a chunk without room is not waited for: a lookup comes when the prefill has ended, which may take as long."""
+NOT_COMING_MAX: Final = 4_096
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +56,7 @@ class Handover:
 
 
 class Awaiting:
-    """The lookups that wait for stores of others, and the stores that were refused lately.
+    """The lookups that wait for stores of others, and the stores that were refused or given up lately.
 
     Args:
         onboardings: of the lookups.
@@ -64,7 +66,8 @@ class Awaiting:
         self._onboardings = onboardings
         self._waiters: dict[ChunkKey, dict[TicketId, Waiter]] = {}
         self._looks: list[tuple[float, TicketId]] = []
-        self._refused: dict[ChunkKey, None] = {}
+        self._not_coming: dict[ChunkKey, float] = {}
+        """What is not stored here, and until when that is remembered; what was noted last is last."""
 
     def handover_of(self, lookup: Lookup) -> Handover | None:
         """What is waited for, for a lookup that begins."""
@@ -82,7 +85,7 @@ class Awaiting:
         if handover is None or place >= handover.num_chunks:
             return False
         key = waiter.lookup.keys[place]
-        if handover.is_here and key in self._refused:
+        if handover.is_here and self.is_given_up(key):
             return False
         if handover.awaited != key:
             self._forget(waiter)
@@ -111,27 +114,30 @@ class Awaiting:
 
     def stored(self, key: ChunkKey) -> None:
         """The chunk is readable."""
-        self._refused.pop(key, None)
+        self._not_coming.pop(key, None)
         for waiter in list(self._waiters.get(key, {}).values()):
             self._onboardings.go_on(waiter)
 
     def abandoned(self, key: ChunkKey) -> None:
-        """The chunk's writer has given it up."""
-        self._not_coming(key)
+        """The chunk's writer has given it up or died. A lookup that comes later than ``UNSEEN_MAX_S`` is of another
+        hand-over."""
+        self._give_up(key, UNSEEN_MAX_S)
 
     def refused(self, key: ChunkKey) -> None:
         """The chunk is not stored here, as there was no room."""
-        self._refused.pop(key, None)
-        self._refused[key] = None
-        if len(self._refused) > REFUSED_MAX:
-            del self._refused[next(iter(self._refused))]
-        self._not_coming(key)
+        self._give_up(key, REFUSED_S)
 
-    def was_refused(self, key: ChunkKey) -> bool:
-        """Whether there was no room for the chunk lately."""
-        return key in self._refused
+    def is_given_up(self, key: ChunkKey) -> bool:
+        """Whether the chunk was to be stored lately, and is not: there was no room, or its writer has given it up.
+        False where somebody is storing it again."""
+        books, until_s = self._onboardings.books, self._not_coming.get(key)
+        return until_s is not None and books.now_s < until_s and key not in books.index.chunks
 
-    def _not_coming(self, key: ChunkKey) -> None:
+    def _give_up(self, key: ChunkKey, for_s: float) -> None:
+        self._not_coming.pop(key, None)
+        self._not_coming[key] = self._onboardings.books.now_s + for_s
+        if len(self._not_coming) > NOT_COMING_MAX:
+            del self._not_coming[next(iter(self._not_coming))]
         for waiter in list(self._waiters.get(key, {}).values()):
             handover = waiter.handover
             assert handover is not None
@@ -186,4 +192,4 @@ class Awaiting:
                 handover = waiter.handover
                 assert self._onboardings.waiters.get(ticket) is waiter and handover is not None
                 assert handover.awaited == key
-        assert len(self._refused) <= REFUSED_MAX
+        assert len(self._not_coming) <= NOT_COMING_MAX

@@ -361,12 +361,14 @@ class Books:
     @property
     def next_deadline_s(self) -> float | None:
         """When the next quarantine or pin ends, an alarm is due or a tier waits for time; None where nothing does."""
-        times = [
-            None if self.tiers is None else self.tiers.next_deadline_s,
-            self.leases.next_quarantine_end_s,
-            self.pins.next_end_s,
-            self._quarantined[0][0] if self._quarantined else None,
-            *(lease.began_s + self.options.lease_alarm_s for lease in list(self.leases.unalarmed.values())[:1]),
-            *(held.began_s + self.options.reservation_alarm_s for held in list(self.unalarmed)[:1]),
-        ]
-        return min((time_s for time_s in times if time_s is not None), default=None)
+        times = [None if self.tiers is None else self.tiers.next_deadline_s]
+        times += self.leases.next_quarantine_end_s, self.pins.next_end_s
+        if self._quarantined:
+            times.append(self._quarantined[0][0])
+        for lease in self.leases.unalarmed.values():
+            times.append(lease.began_s + self.options.lease_alarm_s)
+            break
+        for held in self.unalarmed:
+            times.append(held.began_s + self.options.reservation_alarm_s)
+            break
+        return min([time_s for time_s in times if time_s is not None], default=None)

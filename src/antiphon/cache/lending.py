@@ -86,13 +86,12 @@ class Shelf:
 
     def follow(self) -> None:
         """Takes up what the cache has stored and removed since the last time."""
-        while True:
-            page = self._cache.events_since(self.read_to, _PAGE_EVENTS)
+        log = self._cache._books.log
+        while self.read_to != log.next_sequence:
+            page = log.since(self.read_to, _PAGE_EVENTS)
             self.read_to = page.next_sequence
             if page.num_lost:
                 self._read_all()
-                return
-            if not page.events:
                 return
             for event in page.events:
                 if isinstance(event, ChunkStored):
@@ -183,8 +182,8 @@ def held_state(shelf: Shelf, tier_key: TierKey, key: ChunkKey) -> HeldState:
     books = shelf._cache._books
     if key in books.index.chunks:
         return "reserved"
-    is_refused = books.tiers is not None and books.tiers.onboardings.awaiting.was_refused(key)
-    return "refused" if is_refused else "unseen"
+    is_given_up = books.tiers is not None and books.tiers.onboardings.awaiting.is_given_up(key)
+    return "refused" if is_given_up else "unseen"
 
 
 def lend(shelf: Shelf, borrower: ConnectionId, key: TierKey, wanted: Wanted) -> Loan | None:

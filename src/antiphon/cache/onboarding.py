@@ -201,7 +201,7 @@ class Onboardings:
             elif key in self.fetches:
                 self._join(waiter, self.fetches[key])
             elif not self._order_one(waiter, key):
-                if waiter.num_asks or self.awaiting.awaits(waiter):
+                if self.awaiting.awaits(waiter) or waiter.num_asks:
                     return
                 waiter.end = waiter.ordered
 
@@ -292,8 +292,10 @@ class Onboardings:
         """When the next lookup must be answered, or asked for again."""
         while self._deadlines and self._deadlines[0][1] not in self.waiters:
             heapq.heappop(self._deadlines)
-        times = [self._deadlines[0][0] if self._deadlines else None, self.awaiting.next_look_s]
-        return min((time_s for time_s in times if time_s is not None), default=None)
+        look_s = self.awaiting.next_look_s
+        if self._deadlines and (look_s is None or self._deadlines[0][0] < look_s):
+            return self._deadlines[0][0]
+        return look_s
 
     # ---- fetches -----------------------------------------------------------------------------------------------------
 

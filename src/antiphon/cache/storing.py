@@ -171,6 +171,7 @@ def abort(books: Books, event: Abort) -> Aborted:
             chunk.set_slabs(reservation.slabs, SlabState.ABSENT)
         if chunk.is_idle and not chunk.has_commits:
             books.drop(chunk, Removal.ABANDONED)
+            _tell_abandoned(books, chunk)
         else:
             books.settle(chunk)
     return Aborted(len(event.regions))
@@ -189,9 +190,16 @@ def abandon(books: Books, connection: Connection) -> int:
         chunk.quiet_at_s = books.now_s + books.options.quarantine_s
         if chunk.is_indexed:
             books.retire(chunk, Removal.ABANDONED)
+            _tell_abandoned(books, chunk)
         else:
             books.settle(chunk)
     return len(reservations)
+
+
+def _tell_abandoned(books: Books, chunk: Chunk) -> None:
+    """Nobody writes the chunk any more."""
+    if books.tiers is not None:
+        books.tiers.abandoned(chunk.key)
 
 
 def _reservations(connection: Connection, regions: Sequence[RegionHandle]) -> list[Reservation]:

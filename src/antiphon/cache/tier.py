@@ -11,6 +11,7 @@ It decides nothing about lookups (``onboarding``) nor which chunks are published
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -210,14 +211,21 @@ class Tier:
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """When there is something to do for the time alone."""
-        times = [running.deadline_s for running in self.running.values() if not running.is_overdue]
-        breaker = self.breaker
+        due_s = math.inf
+        for running in self.running.values():
+            if running.deadline_s < due_s and not running.is_overdue:
+                due_s = running.deadline_s
+        breaker, dirty = self.breaker, self.waiting.dirty
         if not breaker.is_closed:
             if breaker.state is BreakerState.OPEN and self.has_slot(JobKind.PROBE):
-                times.append(breaker.retry_at_s)
-        elif not self.waiting.clears and self.clearing is None and self.has_slot(JobKind.PUBLISH):
+                due_s = min(due_s, breaker.retry_at_s)
+        elif (dirty or self.full_until_s > now_s) and not self._is_clearing and self.has_slot(JobKind.PUBLISH):
             if self.full_until_s > now_s:
-                times.append(self.full_until_s)
-            elif self.waiting.dirty and not self.queued_bytes:
-                times.append(next(iter(self.waiting.dirty.values())) + self.options.flush_after_s)
-        return min(times, default=None)
+                due_s = min(due_s, self.full_until_s)
+            elif not self.queued_bytes:
+                due_s = min(due_s, next(iter(dirty.values())) + self.options.flush_after_s)
+        return due_s if due_s != math.inf else None
+
+    @property
+    def _is_clearing(self) -> bool:
+        return bool(self.waiting.clears) or self.clearing is not None

@@ -18,7 +18,7 @@ from antiphon.cache.breaker import BreakerState
 from antiphon.cache.effects import Removal, TierChanged
 from antiphon.cache.events import TierDone
 from antiphon.cache.index import Chunk
-from antiphon.cache.onboarding import Ask, Fetch, Onboardings
+from antiphon.cache.onboarding import FETCHER, Ask, Fetch, Onboardings
 from antiphon.cache.tier import Publication, Running, Tier, TierCounts
 from antiphon.cache.tier_jobs import JobId, JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import Selection, TierKey, meaning_of, selection_of
@@ -96,8 +96,12 @@ class Tiers:
     def unlinked(self, chunk: Chunk, removal: Removal) -> None:
         """The chunk has left the index."""
         publishing.unlinked(self, chunk, removal)
-        if removal is Removal.ABANDONED:
-            self.onboardings.awaiting.abandoned(chunk.key)
+        if removal is Removal.CLEARED and any(writer != FETCHER for writer in chunk.writers):
+            self.abandoned(chunk.key)
+
+    def abandoned(self, key: ChunkKey) -> None:
+        """The chunk has left the index before it was whole: its writer has given it up or died, or it was cleared."""
+        self.onboardings.awaiting.abandoned(key)
 
     def refused(self, key: ChunkKey) -> None:
         """There was no room to store the chunk."""
@@ -270,9 +274,12 @@ class Tiers:
     @property
     def next_deadline_s(self) -> float | None:
         """When there is something to do for the time alone."""
-        times = [tier.next_deadline_s(self.books.now_s) for tier in self.tiers]
-        times.append(self.onboardings.next_deadline_s)
-        return min((time_s for time_s in times if time_s is not None), default=None)
+        due_s, now_s = self.onboardings.next_deadline_s, self.books.now_s
+        for tier in self.tiers:
+            tier_s = tier.next_deadline_s(now_s)
+            if tier_s is not None and (due_s is None or tier_s < due_s):
+                due_s = tier_s
+        return due_s
 
     # ---- what it shows -----------------------------------------------------------------------------------------------
 

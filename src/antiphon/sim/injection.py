@@ -49,7 +49,7 @@ def inject(world: World, fault: Fault, subject: str) -> None:
     elif fault is Fault.QUOTA:
         _set_quota(world)
     elif world.tiers:
-        _hurt_tier(world, fault)
+        _hurt_tier(world, fault, subject)
 
 
 def heal(world: World) -> None:
@@ -169,9 +169,10 @@ def _set_quota(world: World) -> None:
     )
 
 
-def _hurt_tier(world: World, fault: Fault) -> None:
+def _hurt_tier(world: World, fault: Fault, subject: str) -> None:
+    """At its moment, the tier that is at work."""
     chance = world.timeline.random
-    tier = chance.choice(world.tiers)
+    tier = max(world.tiers, key=lambda each: each.begun_at_s) if subject else chance.choice(world.tiers)
     if fault is Fault.TIER_FLIP:
         tier.flip()
         return

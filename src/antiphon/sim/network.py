@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 from antiphon.sim.timeline import Action, Timeline
@@ -57,7 +58,11 @@ class Process:
 
     def after(self, delay_s: float, action: Action) -> None:
         """As ``run``, in ``delay_s`` seconds."""
-        self.timeline.after(delay_s, lambda: self.run(action))
+        self.timeline.after(delay_s, partial(self.run, action))
+
+    def at(self, time_s: float, action: Action) -> None:
+        """As ``run``, at that time."""
+        self.timeline.at(time_s, partial(self.run, action))
 
     def stop(self) -> None:
         """SIGSTOP."""

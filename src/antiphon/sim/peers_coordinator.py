@@ -15,6 +15,8 @@ from antiphon.sim.timeline import CheckFailed
 
 EXPIRE_S = 0.25
 HOST = "coordinator"
+CHANGING = (wire.Join, wire.Listing, wire.Events)
+"""Messages that change the directory."""
 
 Call = tuple[int, wire.Message]
 
@@ -116,7 +118,8 @@ class _Connection:
         except AntiphonError as error:
             answer = wire.failure_of(error)
         self._from_here.send((call_id, answer))
-        self._coordinator.check()
+        if isinstance(body, CHANGING):
+            self._coordinator.check()
 
     def ended(self) -> None:
         self._coordinator.directory.leave(self.session)

@@ -24,6 +24,7 @@ from antiphon.cache.events import (
     Lookup,
     Release,
     Reserve,
+    TicketId,
 )
 from antiphon.core.chunks import CHUNK_SIZE_TOKENS, ChunkKey
 from antiphon.protocol.peers import Holder
@@ -34,9 +35,11 @@ FIRST_ENGINE: Final = 1_000
 """Connections of hand-overs are numbered from here on."""
 STORE_S: Final = (0.004, 0.004, 0.004, 0.3)
 """Mean time of the store of one chunk."""
-HOPELESS_HERE_S: Final = UNSEEN_MAX_S + 0.25
-"""An answer comes so soon after the last chunk that the same server stores: one that nobody is storing when a question
-to the coordinator ends is waited for as one that nobody has begun to store."""
+HOPELESS_HERE_S: Final = 0.25
+"""An answer comes so soon after the last chunk that the same server stores; ``UNSEEN_MAX_S`` later where the store of
+one never began; not while a tier is still asked: questions wait behind those to peers that do not answer."""
+ASKING_S: Final = 0.02
+NEVER_BEGINS: Final = -1
 HOPELESS_S: Final = 4.0
 """The same where another server has it: a second for what nobody began, two peers that do not answer, a poll."""
 LATE_S: Final = 0.01
@@ -72,13 +75,18 @@ class SimHandover:
         self._connection = ConnectionId(FIRST_ENGINE + 2 * number)
         self._is_here = pair[0] is pair[1]
         chance = timeline.random
-        self._dies_at = None if is_clean or chance.random() < 0.6 else chance.randrange(num_chunks + 1)
+        self._dies_at = None if is_clean or chance.random() < 0.6 else chance.randrange(NEVER_BEGINS, num_chunks + 1)
         self._leaves_s = None if is_clean or chance.random() < 0.9 else chance.expovariate(20)
         self._store_s = STORE_S[0] if is_clean else chance.choice(STORE_S)
         self._onboard_s = chance.choice((0.3, 2.0, 9.0))
         self._ended_s = float("inf")
         """When nothing more of it was to come."""
+        self._num_committed = 0
+        self._is_unseen = self._dies_at == NEVER_BEGINS
+        """Whether some of it looks as if its store had not begun yet: it never will, or what was stored had gone when
+        the lookup came."""
         self._num_stops = self._decode.num_stops
+        self._ticket = TicketId(-1)
         self.num_found: int | None = None
         """Chunks that the lookup was given; None while it waits, and where it has left."""
         self.is_over = False
@@ -99,6 +107,10 @@ class SimHandover:
 
     def _reserve(self) -> None:
         server = self._prefill
+        if self._dies_at == NEVER_BEGINS:
+            self._timeline.count("writer died", server.host)
+            self._store_ends()
+            return
         writer = self._attach(server, "prefill", 0)
         reply = server.step(Reserve(writer, NAMESPACE, "t", None, self.keys))
         grants = reply.grants if isinstance(reply, Reserved) else ()
@@ -120,6 +132,7 @@ class SimHandover:
             region = left.pop(0)
             server.write(region, content_of(self.keys[place], server.layout))
             server.step(Commit(writer, (region,)))
+            self._num_committed += 1
             server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
 
         server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
@@ -139,6 +152,7 @@ class SimHandover:
             holder = Holder(self._prefill.host, self._prefill.incarnation, "")
             chunks = [(bytes(server.tier_key_of(key)), bytes(key)) for key in keys]
             server.expected.add(holder, chunks, self._timeline.now_s, self._onboard_s)
+        self._is_unseen |= self._is_here and not all(map(server.is_readable, keys[: self._num_committed]))
         handed = HandedOver(len(keys), self._is_here)
         reply = server.step(Lookup(reader, "r", NAMESPACE, "t", keys, self._onboard_s, handed_over=handed))
         began_s = self._timeline.now_s
@@ -150,6 +164,7 @@ class SimHandover:
         if isinstance(reply, Onboarding):
             self._timeline.count("hand-over waits", server.host)
             waits = reply
+            self._ticket = waits.ticket
             early = server.early.pop(waits.ticket, None)
             if early is None:
                 server.on_onboarded[waits.ticket] = answered
@@ -189,10 +204,24 @@ class SimHandover:
         server = self._decode
         return self.is_over or not server.process.is_alive or server.num_stops != self._num_stops
 
+    @property
+    def _is_asking(self) -> bool:
+        """Whether a tier is being asked for what comes next, after all that is readable here."""
+        waiter = self._decode.cache._books.tiers.onboardings.waiters.get(self._ticket)  # type: ignore[union-attr]
+        if waiter is None or not waiter.num_asks:
+            return False
+        return not any(map(self._decode.is_readable, self.keys[waiter.position : waiter.position + 1]))
+
     def _check_deadline(self) -> None:
         if not self._is_excused:
             raise CheckFailed(f"a lookup of {self._decode.process.name} waits past its deadline")
 
     def _check_hope(self) -> None:
-        if not self._is_excused:
+        if self._is_here and not self._is_excused and self._is_asking:
+            self._timeline.after(ASKING_S, self._check_hope)
+        elif self._is_unseen and not self._is_excused:
+            self._is_unseen = False
+            self._timeline.count("hand-over of what is unseen", self._decode.host)
+            self._timeline.after(UNSEEN_MAX_S, self._check_hope)
+        elif not self._is_excused:
             raise CheckFailed(f"a lookup of {self._decode.process.name} waits for what does not come")

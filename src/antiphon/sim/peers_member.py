@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.core.namespace import FORMAT_VERSION
@@ -43,6 +44,12 @@ class SimMember:
         self._heartbeat_s = 1.0
         self._heard_s = 0.0
         self._is_joined = False
+        self._look: Callable[[float], None] | None = None
+        """Plans the next look for another time; None while none is planned."""
+        self._look_s = 0.0
+        """The next look if none is left out."""
+        self._planned_s = 0.0
+        self._num_plans = 0
         process.after(timeline.random.random() * 0.01, self._begin)
 
     def _begin(self) -> None:
@@ -107,7 +114,7 @@ class SimMember:
         message = feed.next()
         is_due = self._timeline.now_s >= self._heard_s + self._heartbeat_s
         if message is None and not is_due:
-            self._process.after(FEED_S, lambda: self._tell(feed, life))
+            self._rest(feed, life)
             return
 
         def answered(answer: wire.Message | None) -> None:
@@ -123,6 +130,37 @@ class SimMember:
             self._tell(feed, life)
 
         self._call(message or wire.Heartbeat(), ANSWER_S, answered)
+
+    # ---- between two messages ----------------------------------------------------------------------------------------
+
+    def _rest(self, feed: Feed, life: int) -> None:
+        """Nothing is to be told: it looks again each ``FEED_S``. Looks that would find nothing are left out."""
+        next_s = self._look_s = self._timeline.now_s + FEED_S
+        heartbeat_s = self._heard_s + self._heartbeat_s
+        while next_s < heartbeat_s:
+            next_s += FEED_S
+        self._plan(next_s, feed, life)
+
+    def _plan(self, at_s: float, feed: Feed, life: int) -> None:
+        self._planned_s = at_s
+        self._look = partial(self._plan, feed=feed, life=life)
+        self._num_plans += 1
+        self._process.at(at_s, partial(self._look_at_plan, self._num_plans, feed, life))
+
+    def _look_at_plan(self, number: int, feed: Feed, life: int) -> None:
+        if number == self._num_plans:
+            self._look = None
+            self._tell(feed, life)
+
+    def wake(self) -> None:
+        """The next look may find something, or cannot be told from one that does: it is not left out."""
+        if self._look is None:
+            return
+        now_s = self._timeline.now_s
+        while self._look_s < now_s:
+            self._look_s += FEED_S
+        if self._look_s < self._planned_s:
+            self._look(self._look_s)
 
     def ask(self, keys: list[bytes], answered: Answered) -> None:
         """Asks who holds ``keys``; None where there is no answer in time."""

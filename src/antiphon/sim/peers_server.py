@@ -31,6 +31,7 @@ from antiphon.cache.events import (
 from antiphon.cache.lending import Shelf
 from antiphon.cache.machine import Cache
 from antiphon.cache.options import CacheOptions
+from antiphon.cache.states import ChunkState
 from antiphon.cache.tier_jobs import TierJob
 from antiphon.cache.tier_key import TierKey, meaning_of
 from antiphon.cache.tier_options import TierOptions, TiersOptions
@@ -83,6 +84,7 @@ class SimServer:
         self.host = host
         self.incarnation = incarnation
         self.layout = layout
+        self._meaning = meaning_of(NAMESPACE, "t", "m", layout)
         self.process = Process(timeline, f"{host}#{incarnation}")
         self.memory = bytearray(num_chunks * CHUNK_BYTES)
         options = CacheOptions(
@@ -93,6 +95,9 @@ class SimServer:
             event_log_max=timeline.random.choice((4, 64)),
         )
         self.cache = Cache(options, first_id=timeline.random.getrandbits(40), tiers=TIERS)
+        self._next_event = 1
+        """Number of the next event in the cache's log."""
+        self.member: SimMember | None = None
         self._jobs: list[TierJob] = []
         self._run: Callable[[TierJob], None] = self._jobs.append
         self.on_onboarded: dict[TicketId, Callable[[Found], None]] = {}
@@ -108,7 +113,6 @@ class SimServer:
         self.lender = Lender(self.step, self.shelf, options.chunk_size_tokens, 4 * CHUNK_BYTES)
         self.where = Whereabouts(keys_max=16, ttl_s=1.0)
         self.expected = Expectations()
-        self.member: SimMember | None = None
         self._num_borrowers = 0
         self._tick_due_s = float("inf")
 
@@ -125,11 +129,17 @@ class SimServer:
     def stop(self) -> None:
         """SIGSTOP."""
         self.num_stops += 1
+        if self.member is not None:
+            self.member.wake()
         self.process.stop()
 
     def step(self, event: Event) -> Reply:
         """One step of the cache. Who waits for an answer that it brings is told after it."""
         reply, *notices = self.cache.step(event, self.timeline.now_s)
+        if self.cache._books.log.next_sequence != self._next_event:
+            self._next_event = self.cache._books.log.next_sequence
+            if self.member is not None:
+                self.member.wake()
         due_s = self.cache.next_deadline_s
         if due_s is not None and due_s < self._tick_due_s:
             self._tick_due_s = due_s
@@ -162,7 +172,7 @@ class SimServer:
 
     def tier_key_of(self, key: ChunkKey) -> TierKey:
         """As the plan names the chunk in tiers."""
-        return meaning_of(NAMESPACE, "t", "m", self.layout).key_of(key)
+        return self._meaning.key_of(key)
 
     def reserve(self, key: ChunkKey) -> RegionHandle | None:
         """Room for a chunk, None where it is here or there is none."""
@@ -208,6 +218,11 @@ class SimServer:
         if data != content_of(key, self.layout):
             raise CheckFailed(f"{self.process.name} holds wrong bytes for chunk {key.hex()[:8]}")
         return True
+
+    def is_readable(self, key: ChunkKey) -> bool:
+        """Whether an engine could load the chunk."""
+        chunk = self.cache._books.index.chunks.get(key)
+        return chunk is not None and chunk.state is ChunkState.READABLE
 
     def clear(self) -> None:
         """Somebody clears the cache."""

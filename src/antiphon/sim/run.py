@@ -54,11 +54,22 @@ MOMENTS = ("lookup", "promise", "load begins", "store begins", None, None, None,
 """When a single fault comes: at any time, or just after a lookup is sent, a promise arrives or a copy begins, where it
 is likely to hurt."""
 MOMENT_MAX = 20
+RARE_MOMENTS = {"ask begins": 8, "fetch begins": 3, "clear begins": 1, "list begins": 1}
+"""Those that do not occur ``MOMENT_MAX`` times in a seed, and may be over soon: the first fault comes at once."""
 TIER_STORMS = (
     ("publish begins", (Fault.CLEAR,)),
     ("publish begins", (Fault.KILL_SERVER,)),
+    ("publish begins", (Fault.TIER_SLOW, Fault.KILL_SERVER)),
     ("publish begins", (Fault.TIER_HANG, Fault.CLEAR)),
+    ("ask begins", (Fault.TIER_HANG,)),
+    ("ask begins", (Fault.TIER_FLIP,)),
+    ("onboarding", (Fault.TIER_FLIP, Fault.TIER_HANG)),
+    ("list begins", (Fault.TIER_HANG,)),
+    ("list begins", (Fault.TIER_DOWN, Fault.KILL_SERVER)),
+    ("clear begins", (Fault.TIER_HANG,)),
     ("fetch begins", (Fault.CLEAR,)),
+    ("fetch begins", (Fault.TIER_HANG,)),
+    ("fetch begins", (Fault.TIER_HANG, Fault.CLEAR)),
     ("fetch begins", (Fault.TIER_HANG, Fault.ABORT)),
     ("fetch begins", (Fault.TIER_FLIP, Fault.TIER_SLOW)),
     ("onboarding", (Fault.STOP_SCHEDULER, Fault.CLOSE_CONNECTIONS)),
@@ -68,6 +79,12 @@ TIER_STORMS = (
     (None, (Fault.KILL_SERVER,)),
 )
 """As ``STORMS``, where there are tiers."""
+AGAIN_SHARE = 0.5
+"""Of the requests, where there are tiers, that repeat an earlier prompt, if there is one: what was evicted comes
+back."""
+RESTART_SHARE = 0.7
+RESTART_S = (0.5, 1.5)
+"""In most seeds with tiers the server restarts in the middle: what follows comes from the tiers, under faults."""
 LIVENESS_S_MAX = 60.0
 """Virtual seconds after the last fault within which every request must end: many times what the slowest needs."""
 QUIET_S = 9.0
@@ -116,7 +133,8 @@ def _safety(world: World) -> None:
     for _ in range(chance.randint(*NUM_REQUESTS)):
         is_in_burst = chance.random() < 0.6
         at_s = chance.choice(bursts_s) + chance.uniform(0, BURST_S) if is_in_burst else chance.uniform(0, SAFETY_S)
-        timeline.after(at_s, world.ask_something)
+        is_again = bool(world.tiers) and chance.random() < AGAIN_SHARE
+        timeline.after(at_s, world.ask_again if is_again else world.ask_something)
     faults = [fault for fault in world.options.faults if fault not in (Fault.ABORT, Fault.PIN, Fault.QUOTA)]
     for _ in range(chance.randint(*NUM_FAULTS) if faults else 0):
         if chance.random() < 0.5:
@@ -128,6 +146,8 @@ def _safety(world: World) -> None:
     for _ in range(chance.randint(*NUM_CONTROLS)):
         moment, controls = chance.choice(CONTROL)
         _arm(world, moment, tuple(control for control in controls if control in world.options.faults))
+    if world.tiers and Fault.KILL_SERVER in faults and chance.random() < RESTART_SHARE:
+        timeline.after(chance.uniform(*RESTART_S), partial(inject, world, Fault.KILL_SERVER, ""))
     timeline.run_until(SAFETY_S)
 
 
@@ -139,13 +159,14 @@ def _arm(world: World, moment: str | None, faults: tuple[Fault, ...]) -> None:
     def soon() -> None:
         subject = "" if moment is None else timeline.subject
         for number, fault in enumerate(faults):
-            delay_s = chance.choice(SOON_S) * chance.random() if number or len(faults) == 1 else 0.0
+            is_at_once = number == 0 and (len(faults) > 1 or moment in RARE_MOMENTS)
+            delay_s = 0.0 if is_at_once else chance.choice(SOON_S) * chance.random()
             timeline.after(delay_s, partial(inject, world, fault, subject))
 
     if moment is None:
         timeline.after(chance.uniform(0, SAFETY_S), soon)
     else:
-        timeline.when(moment, chance.randint(1, MOMENT_MAX), soon)
+        timeline.when(moment, chance.randint(1, RARE_MOMENTS.get(moment, MOMENT_MAX)), soon)
 
 
 def _liveness(world: World) -> None:

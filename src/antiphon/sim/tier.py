@@ -20,10 +20,15 @@ from antiphon.sim.timeline import Timeline
 
 CALL_S = ((0.6, 0.000_5), (0.9, 0.01), (1.0, 0.08))
 """Mean time of a call, with the running share of the calls that have it."""
+CALL_MAX_S = 5.0
+"""A tier however slow answers by then."""
 HANG_BEYOND_S = (0.0, 1.5)
 """A call to a tier that hangs returns this long after its store's deadline, or when the tier goes on."""
 STORE_TIMEOUT_S = 0.25
 PIECES = 4
+NUM_FLIPPED = (1, 4, 16)
+TORN_SHARE = 0.8
+"""Of the publications that are cut off by the death of the server."""
 
 Meaning = tuple[object, ...]
 Done = Callable[[TierDone], None]
@@ -40,7 +45,14 @@ class Record:
 
 @dataclass(slots=True)
 class TierFaults:
-    """What is wrong with a tier now. ``is_hung`` and ``is_down`` end with ``Tier.heal``."""
+    """What is wrong with a tier now, until ``SimulatedTier.heal``.
+
+    Args:
+        is_hung: no job ends, those under way neither.
+        is_down: each job that begins fails.
+        is_full: publications are refused.
+        slowness: multiplies the time that a job takes.
+    """
 
     is_hung: bool = False
     is_down: bool = False
@@ -60,6 +72,8 @@ class SimulatedTier:
         self.name = name
         self.faults = TierFaults()
         self.records: dict[TierKey, Record] = {}
+        self.begun_at_s = float("-inf")
+        """When a job began last."""
         self._timeline = timeline
         self._capacity = capacity
         self._can_list = can_list
@@ -69,11 +83,11 @@ class SimulatedTier:
         self.faults = TierFaults()
 
     def flip(self) -> None:
-        """A bit of some record flips."""
+        """A bit flips, in some record or in several."""
         chance = self._timeline.random
-        if self.records:
-            record = self.records[chance.choice(list(self.records))]
-            record.content[chance.randrange(len(record.content))] ^= 1 << chance.randrange(8)
+        for key in chance.sample(list(self.records), min(len(self.records), chance.choice(NUM_FLIPPED))):
+            content = self.records[key].content
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
 
     def run(self, job: TierJob, process: Process, arena: Arena, done: Done) -> None:
         """Does a job on a thread of ``process``."""
@@ -81,28 +95,42 @@ class SimulatedTier:
         if self.faults.is_down:
             process.after(0.000_2, lambda: done(TierDone(job.id, Outcome.FAILED, reason="down")))
             return
+        self.begun_at_s = self._timeline.now_s
         if self.faults.is_hung:
-            self._timeline.count(f"tier hangs in {job.kind.value}")
-            if job.kind is JobKind.FETCH:
-                done = self._writing_late(job, arena, done)
-            self._hang(job, process, done, STORE_TIMEOUT_S + chance.choice((0.0, chance.uniform(*HANG_BEYOND_S))))
+            self._hang(job, process, arena, done)
             return
         share = 0.0 if self._timeline.is_calm else chance.random()
         mean_s = next(time_s for upto, time_s in CALL_S if share <= upto) * self.faults.slowness
-        delay_s = chance.expovariate(1 / mean_s)
+        delay_s = min(chance.expovariate(1 / mean_s), CALL_MAX_S)
         if job.kind is JobKind.FETCH:
             self._fetch(job, process, arena, done, delay_s)
         elif job.kind is JobKind.PUBLISH:
             self._publish(job, process, arena, done, delay_s)
         else:
-            process.after(delay_s, lambda: done(self._answer(job)))
+            self._timeline.count(f"{job.kind.value} begins", process.name)
+            process.after(delay_s, lambda: self._end(job, process, arena, done))
 
-    def _hang(self, job: TierJob, process: Process, done: Done, left_s: float) -> None:
+    def _end(self, job: TierJob, process: Process, arena: Arena, done: Done) -> None:
+        """The answer to a job that moves no bytes."""
+        if self.faults.is_hung:
+            self._hang(job, process, arena, done)
+        else:
+            done(self._answer(job))
+
+    def _hang(self, job: TierJob, process: Process, arena: Arena, done: Done) -> None:
+        """The job begins, or goes on, while the tier hangs."""
+        chance = self._timeline.random
+        self._timeline.count(f"tier hangs in {job.kind.value}")
+        if job.kind is JobKind.FETCH:
+            done = self._writing_late(job, arena, done)
+        self._wait(job, process, done, STORE_TIMEOUT_S + chance.choice((0.0, chance.uniform(*HANG_BEYOND_S))))
+
+    def _wait(self, job: TierJob, process: Process, done: Done, left_s: float) -> None:
         """Looks now and then whether the tier goes on, or the time is over."""
         if left_s <= 0 or not self.faults.is_hung:
             done(TierDone(job.id, Outcome.FAILED, reason="no answer in time"))
         else:
-            process.after(min(0.02, left_s), lambda: self._hang(job, process, done, left_s - 0.02))
+            process.after(min(0.02, left_s), lambda: self._wait(job, process, done, left_s - 0.02))
 
     def _writing_late(self, job: TierJob, arena: Arena, done: Done) -> Done:
         """A read that hangs may write until the moment it ends."""
@@ -141,23 +169,29 @@ class SimulatedTier:
         content = bytearray()
 
         def died() -> None:
-            if content and self._timeline.random.random() < 0.5:
+            if content and self._timeline.random.random() < TORN_SHARE:
                 self._timeline.count("torn record")
                 whole = bytes(content) + bytes(job.num_bytes - len(content))
                 self._keep(job, Record(bytearray(content), _digest(whole), _meaning(job)))
 
+        def ended(event: TierDone) -> None:
+            process.on_death.remove(died)
+            done(event)
+
         def step() -> None:
+            if self.faults.is_hung:
+                self._hang(job, process, arena, ended)
+                return
             at = start + len(content)
             content.extend(arena.data[at : min(at + piece, start + job.num_bytes)])
             if len(content) < job.num_bytes:
                 process.after(delay_s / PIECES, step)
                 return
-            process.on_death.remove(died)
             if self.faults.is_full:
-                done(TierDone(job.id, Outcome.FULL))
+                ended(TierDone(job.id, Outcome.FULL))
                 return
             self._keep(job, Record(content, _digest(content), _meaning(job)))
-            done(TierDone(job.id, Outcome.DONE))
+            ended(TierDone(job.id, Outcome.DONE))
 
         self._timeline.count("publish begins", process.name)
         process.on_death.append(died)
@@ -183,6 +217,9 @@ class SimulatedTier:
 
         def step() -> None:
             nonlocal written
+            if self.faults.is_hung:
+                self._hang(job, process, arena, done)
+                return
             part = content[written : written + piece]
             at = region.offset_bytes + written
             arena.data[at : at + len(part)] = part

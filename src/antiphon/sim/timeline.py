@@ -43,8 +43,13 @@ class Timeline:
     def after(self, delay_s: float, action: Action) -> None:
         """Runs ``action`` in ``delay_s`` seconds."""
         assert delay_s >= 0, delay_s
+        self.at(self.now_s + delay_s, action)
+
+    def at(self, time_s: float, action: Action) -> None:
+        """Runs ``action`` at a time that is not past."""
+        assert time_s >= self.now_s, (time_s, self.now_s)
         self._num_added += 1
-        heapq.heappush(self._queue, (self.now_s + delay_s, self._num_added, action))
+        heapq.heappush(self._queue, (time_s, self._num_added, action))
 
     def note(self, text: str) -> None:
         """Adds a line to the trace."""

@@ -176,7 +176,21 @@ class World:
         chance = self.timeline.random
         engine = chance.choice(self.engines)
         tenant = chance.choice(TENANTS)
-        job = self.ask(engine, tenant, self._prompt(engine.options.model), chance.randint(1, OUTPUT_TOKENS_MAX))
+        self._ask_or_leave(engine, tenant, self._prompt(engine.options.model))
+
+    def ask_again(self) -> None:
+        """The same with an earlier prompt, of any engine of its model; with any prompt where there is none."""
+        if not self.jobs:
+            self.ask_something()
+            return
+        chance = self.timeline.random
+        job = chance.choice(self.jobs)
+        engine = chance.choice([engine for engine in self.engines if engine.options.model.name == job.model])
+        self._ask_or_leave(engine, job.tenant, job.prompt)
+
+    def _ask_or_leave(self, engine: Engine, tenant: str, prompt: Tokens) -> None:
+        chance = self.timeline.random
+        job = self.ask(engine, tenant, prompt, chance.randint(1, OUTPUT_TOKENS_MAX))
         if Fault.ABORT in self.options.faults and chance.random() < 0.3:
             delay_s = chance.choice((0.001, 0.01, 0.1)) * chance.random()
             self.timeline.after(delay_s, lambda: self._abort(engine, job))

@@ -12,6 +12,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
 from antiphon.storage.mooncake_loader import free_port, loader_environment
 from antiphon.storage.tiers import mooncake_metadata
 
-__all__ = ["PlainCalls", "mooncake_rates", "plain_calls"]
+__all__ = ["MooncakePlain", "PlainCalls", "plain_calls"]
 
-_SCRIPT_TIMEOUT_S: Final = 120.0
+_ROUND_TIMEOUT_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,76 +147,109 @@ def _s3(spec: TierSpec) -> PlainCalls:
 # ---- Mooncake, whose client loads only in a process of its own -------------------------------------------------------
 
 
-def mooncake_rates(spec: TierSpec, num_chunks: int, chunk_bytes: int, num_threads: int) -> tuple[float, float]:
-    """Bytes a second of its client's ``put_from`` and ``get_into``, best of three rounds.
+class MooncakePlain:
+    """Rounds of ``upsert_from`` and ``get_into`` of Mooncake's client, in a process that waits between them.
+
+    Args:
+        spec: of the tier.
+        num_chunks, chunk_bytes, num_threads: of a round.
 
     Raises:
-        StartError: its client cannot do it.
         ConfigError: a file that its metadata server needs cannot be used.
     """
-    given = mooncake_metadata(spec)
-    with contextlib.ExitStack() as after:
-        if isinstance(given, EtcdAccess):
-            server = EtcdMetadata(given)
-            after.callback(server.close)
-            given = server.url
-        return _mooncake_rates(spec, given, num_chunks, chunk_bytes, num_threads)
+
+    def __init__(self, spec: TierSpec, num_chunks: int, chunk_bytes: int, num_threads: int) -> None:
+        with contextlib.ExitStack() as after:
+            metadata = mooncake_metadata(spec)
+            if isinstance(metadata, EtcdAccess):
+                server = EtcdMetadata(metadata)
+                after.callback(server.close)
+                metadata = server.url
+            told = {
+                "setup": [
+                    *(f"{spec.local_host}:{free_port(spec.local_host)}", metadata, 0, 16 << 20, spec.protocol),
+                    *(spec.devices, urlsplit(spec.url).netloc),
+                ],
+                "num_chunks": num_chunks,
+                "chunk_bytes": chunk_bytes,
+                "num_threads": num_threads,
+            }
+            self._said = after.enter_context(tempfile.TemporaryFile())
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "antiphon.storage.plain_calls"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+                env=loader_environment({**os.environ, "MC_TCP_BIND_ADDRESS": spec.local_host}),
+            )
+            self._after = after.pop_all()
+        self._first = json.dumps(told) + "\n"
+
+    def round(self) -> tuple[float, float]:
+        """Bytes a second of storing and of reading all chunks.
+
+        Raises:
+            StartError: the client cannot do it, or not in time.
+        """
+        assert self._child.stdin is not None and self._child.stdout is not None
+        timer = threading.Timer(_ROUND_TIMEOUT_S, self._child.kill)
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and says nothing
+                self._child.stdin.write(f"{self._first}\n")
+                self._child.stdin.flush()
+            self._first = ""
+            while (line := self._child.stdout.readline()) and not line.startswith("["):
+                pass  # its library prints too
+        finally:
+            timer.cancel()
+        if not line:
+            code = self._child.wait()
+            self._said.seek(0)
+            tail = self._said.read()[-500:].decode(errors="replace")
+            raise StartError(f"Mooncake's client ended with code {code}: {tail}")
+        put_rate, get_rate = json.loads(line)
+        return float(put_rate), float(get_rate)
+
+    def close(self) -> None:
+        """Removes what was stored."""
+        try:
+            self._child.communicate(timeout=_ROUND_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.communicate()
+        self._after.close()
 
 
-def _mooncake_rates(
-    spec: TierSpec, metadata: str, num_chunks: int, chunk_bytes: int, num_threads: int
-) -> tuple[float, float]:
-    told = {
-        "setup": [f"{spec.local_host}:{free_port(spec.local_host)}", metadata, 0, 16 << 20, spec.protocol],
-        "more": [spec.devices, urlsplit(spec.url).netloc],
-        "num_chunks": num_chunks,
-        "chunk_bytes": chunk_bytes,
-        "num_threads": num_threads,
-    }
-    ran = subprocess.run(
-        [sys.executable, "-m", "antiphon.storage.plain_calls"],
-        input=json.dumps(told),
-        capture_output=True,
-        text=True,
-        timeout=_SCRIPT_TIMEOUT_S,
-        env=loader_environment({**os.environ, "MC_TCP_BIND_ADDRESS": spec.local_host}),
-        check=False,
-    )
-    lines = ran.stdout.strip().splitlines()
-    if ran.returncode != 0 or not lines:
-        raise StartError(f"Mooncake's client ended with code {ran.returncode}: {ran.stderr[-500:]}")
-    put_rate, get_rate = json.loads(lines[-1])
-    return float(put_rate), float(get_rate)
-
-
-def _mooncake_main(told: dict[str, Any]) -> tuple[float, float]:
+def _mooncake_main(told: dict[str, Any]) -> None:
     import ctypes
     import time
     from concurrent.futures import ThreadPoolExecutor
 
     store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    assert store.setup(*told["setup"], *told["more"]) == 0
+    assert store.setup(*told["setup"]) == 0
     size, count, threads = told["chunk_bytes"], told["num_chunks"], told["num_threads"]
     buffer = mmap.mmap(-1, size * threads)
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     ctypes.memset(address, 1, size * threads)
     assert store.register_buffer(address, size * threads) == 0
-    best = [0.0, 0.0]
+    calls = (
+        lambda n: store.upsert_from(f"antiphon-plain-{n}", address + n % threads * size, size) == 0,
+        lambda n: store.get_into(f"antiphon-plain-{n}", address + n % threads * size, size) == size,
+    )
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(3):
-            calls = (
-                lambda n: store.upsert_from(f"antiphon-plain-{n}", address + n % threads * size, size) == 0,
-                lambda n: store.get_into(f"antiphon-plain-{n}", address + n % threads * size, size) == size,
-            )
-            for number, call in enumerate(calls):
+        for _ in sys.stdin:
+            rates = []
+            for call in calls:
                 start_s = time.perf_counter()
                 assert all(pool.map(call, range(count)))
-                best[number] = max(best[number], count * size / (time.perf_counter() - start_s))
+                rates.append(count * size / (time.perf_counter() - start_s))
+            sys.stdout.write(json.dumps(rates) + "\n")
+            sys.stdout.flush()
     store.batch_remove([f"antiphon-plain-{n}" for n in range(count)], True)
-    return best[0], best[1]
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_mooncake_main(json.load(sys.stdin))) + "\n")
-    sys.stdout.flush()
+    _mooncake_main(json.loads(sys.stdin.readline()))
     os._exit(0)  # Mooncake's exit handlers may hang

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from antiphon.core.errors import ConfigError, TierError, TierFull, TierTimeout, TierUnavailable
-from antiphon.core.units import MIB
+from antiphon.core.units import KIB, MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.record import RecordReader, RecordWriter, record_bytes
@@ -31,6 +31,9 @@ __all__ = ["RedisTier", "RedisTierOptions"]
 
 UNFINISHED_TTL_S: Final = 60
 KEYS_PER_CALL: Final = 1000
+_READ_BYTES: Final = 256 * KIB
+"""At once from the socket. Each read gives the interpreter away and takes it back; by default the client reads a
+quarter of this."""
 T = TypeVar("T")
 
 
@@ -56,7 +59,7 @@ class RedisTierOptions:
     prefix: str = "antiphon"
     timeout_s: float = 5.0
     num_threads: int = 4
-    piece_bytes: int = 1 * MIB
+    piece_bytes: int = 2 * MIB
 
 
 class RedisTier:
@@ -239,6 +242,7 @@ def _connect(options: RedisTierOptions) -> redis.Redis:
             retry=Retry(NoBackoff(), 0),
             socket_timeout=options.timeout_s,
             max_connections=options.num_threads,
+            socket_read_size=_READ_BYTES,
             **more,
         )
     except ValueError as error:
