@@ -49,6 +49,19 @@ async def test_it_is_taken_once_ahead_or_when_it_is_asked_for() -> None:
     assert 256 not in arena.read, "closed"
 
 
+async def test_two_that_want_a_digest_take_it_once() -> None:
+    arena: Any = CountingArena()
+    digests = Digests(arena)
+    region = RegionHandle(0, 64, 100)
+    with digests._lock:  # both begin at the same time
+        digests._ahead.submit(digests._take, region, 64)
+        digests.begin(loan_of(region))
+    digest = await digests.of(loan_of(region))
+    digests.close()
+    assert digest == digests.known(loan_of(region)) == xxhash.xxh3_128(BYTES[:64]).digest()
+    assert arena.read == [0]
+
+
 async def test_no_more_wait_than_may() -> None:
     arena: Any = CountingArena()
     digests = Digests(arena)

@@ -134,7 +134,11 @@ def test_one_connected_trace_of_a_request_that_hit_a_peer(world: World) -> None:
     assert receipt["trace_id"] == CLIENT_TRACE
     wanted = {"POST /v1/completions", "prefill", "cache.store", "hand-over", "decode", "cache.lookup", "peer.lend"}
     spans = world.seen.wait_trace(CLIENT_TRACE, wanted | {"peer.pull", "peer.locate"})
-    wait_for(lambda: len(named(world.seen.trace(CLIENT_TRACE), "peer.lend")) == NUM_CHUNKS, "every loan's span")
+
+    def num_lent() -> int:
+        return sum(int(span["chunks.lent"]) for span in named(world.seen.trace(CLIENT_TRACE), "peer.lend"))
+
+    wait_for(lambda: num_lent() == NUM_CHUNKS, "the spans of all loans")
     spans = world.seen.trace(CLIENT_TRACE)
     root = check_connected(spans)
     assert root.name == "POST /v1/completions"

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,9 +15,15 @@ import pytest
 from antiphon.core.errors import PeerTimeout, PeerUnavailable
 from antiphon.transport import nixl_agent
 from antiphon.transport.nixl_agent import NixlAgent, RemoteMemory
+from tests.cache_server.world import wait_for
 
 BASE, SIZE = 1 << 20, 1 << 16
 ONE, TWO = (RemoteMemory(name, name.encode(), 4096) for name in ("one", "two"))
+
+
+def within(seconds: float) -> Callable[[], float]:
+    deadline_s = time.monotonic() + seconds
+    return lambda: deadline_s
 
 
 class FakeNixl:
@@ -29,6 +36,9 @@ class FakeNixl:
         self.threads: set[int] = set()
         self.state: dict[str, str | Exception] = {}
         self.num_polls = 0
+        self.is_busy = threading.Event()
+        self._may_go_on = threading.Event()
+        self._may_go_on.set()
 
     def _said(self, verb: str, value: Any = None) -> None:
         self.threads.add(threading.get_ident())
@@ -62,6 +72,8 @@ class FakeNixl:
         return state
 
     def transfer(self, handle: str) -> str:
+        self.is_busy.set()
+        self._may_go_on.wait(10.0)
         return self._now(handle)
 
     def check_xfer_state(self, handle: str) -> str:
@@ -73,6 +85,15 @@ class FakeNixl:
 
     def get_new_notifs(self) -> None:
         self.num_polls += 1
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Transfers begin, and keep their thread, until the end of this."""
+        self._may_go_on.clear()
+        try:
+            yield
+        finally:
+            self._may_go_on.set()
 
     def verbs(self, *wanted: str) -> list[tuple[str, Any]]:
         return [(verb, value) for verb, value in list(self.calls) if verb in wanted]
@@ -117,11 +138,11 @@ def test_it_is_strict_without_a_progress_thread_and_new_each_time(agent: NixlAge
 def test_reads_end_and_one_thread_does_it_all(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
     for number in range(3):
         reading = agent.read(ONE, 8192, BASE + 64 * number, 64)
-        reading.wait(5.0)
+        reading.wait(within(5.0))
         reading.settle()
     assert fakes[0].verbs("add") == [("add", "one")], "a peer is added once"
     assert fakes[0].verbs("begin")[0] == ("begin", ("READ", [(BASE, 64, 0)], [(8192, 64, 0)], "one"))
-    assert len(fakes[0].verbs("release")) == 3
+    wait_for(lambda: len(fakes[0].verbs("release")) == 3, "the transfers are tidied up")
     assert fakes[0].threads == {agent._thread.ident}
     assert agent.counts["bytes"] == 192
 
@@ -129,10 +150,10 @@ def test_reads_end_and_one_thread_does_it_all(agent: NixlAgent, fakes: list[Fake
 def test_an_error_ends_the_read_and_removes_the_peer(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
     fakes[0].state["one"] = RuntimeError("remote disconnect")
     with pytest.raises(PeerUnavailable, match="remote disconnect"):
-        agent.read(ONE, 4096, BASE, 64).wait(5.0)
+        agent.read(ONE, 4096, BASE, 64).wait(within(5.0))
     assert fakes[0].verbs("release", "remove") == [("release", "one"), ("remove", "one")]
     fakes[0].state["one"] = "DONE"
-    agent.read(ONE, 4096, BASE, 64).wait(5.0)
+    agent.read(ONE, 4096, BASE, 64).wait(within(5.0))
     assert len(fakes[0].verbs("add")) == 2, "it is added anew"
 
 
@@ -142,29 +163,75 @@ def test_a_peer_that_hangs_is_torn_down_and_its_target_is_quiet_before_it_is_giv
     fakes[0].state["one"] = "PROC"
     first, second = agent.read(ONE, 4096, BASE, 64), agent.read(ONE, 4096, BASE + 64, 64)
     with pytest.raises(PeerTimeout):
-        first.wait(0.02)
+        first.wait(within(0.02))
     began_s = time.monotonic()
     agent.expire(first)
-    agent.read(TWO, 4096, BASE + 128, 64).wait(5.0)  # others go on meanwhile
+    agent.read(TWO, 4096, BASE + 128, 64).wait(within(5.0))  # others go on meanwhile
     first.settle()
     assert time.monotonic() - began_s >= 0.15, "the target was given back at once"
     second.settle()
-    assert fakes[0].verbs("release", "remove") == [
-        ("release", "two"),
-        ("release", "one"),
-        ("release", "one"),
-        ("remove", "one"),
-    ], "a peer is removed after its transfers"
+    ended = [each for each in fakes[0].verbs("release", "remove") if each[1] == "one"]
+    num_transfers = len([each for each in fakes[0].verbs("begin") if each[1][3] == "one"])
+    assert ended == [("release", "one")] * num_transfers + [("remove", "one")], "a peer is removed after its transfers"
     with pytest.raises(PeerTimeout):
-        second.wait(5.0)
+        second.wait(within(5.0))
     assert agent.counts["quarantined"] == 2
+
+
+def test_reads_that_wait_go_together_as_far_as_they_may(
+    agent: NixlAgent, fakes: list[FakeNixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "MERGED_BYTES", 128)
+    with fakes[0].busy():
+        first = agent.read(TWO, 4096, BASE, 64)
+        assert fakes[0].is_busy.wait(5.0)
+        many = [
+            agent.read(remote, 4096 + 64 * at, BASE + 64 * at, 64) for at, remote in enumerate((ONE, ONE, ONE, TWO))
+        ]
+        given_up = agent.read(ONE, 4096, BASE + 1024, 64)
+        agent.expire(given_up)
+    for reading in (first, *many):
+        reading.wait(within(5.0))
+    with pytest.raises(PeerTimeout, match="given up"):
+        given_up.wait(within(5.0))
+    begun = [(len(here), name) for _, (_, here, _, name) in fakes[0].verbs("begin")]
+    assert begun == [(1, "two"), (2, "one"), (1, "one"), (1, "two")]
+    assert fakes[0].verbs("begin")[1][1][1:3] == ([(BASE, 64, 0), (BASE + 64, 64, 0)], [(4096, 64, 0), (4160, 64, 0)])
+    assert agent.counts["reads"] == 5
+    assert agent.counts["bytes"] == 320
+
+
+def test_an_error_of_a_transfer_is_one_of_all_its_reads(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    fakes[0].state["one"] = RuntimeError("remote disconnect")
+    with fakes[0].busy():
+        first = agent.read(TWO, 4096, BASE, 64)
+        assert fakes[0].is_busy.wait(5.0)
+        many = [agent.read(ONE, 4096, BASE + 64 * at, 64) for at in range(3)]
+    first.wait(within(5.0))
+    for reading in many:
+        with pytest.raises(PeerUnavailable, match="remote disconnect"):
+            reading.wait(within(5.0))
+    assert agent.counts["failed"] == 3
+
+
+def test_a_peer_is_polled_until_reads_end_without_it(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
+    for number in range(nixl_agent.ALONE_MIN):
+        assert agent.needs_polls("one"), number
+        agent.read(ONE, 4096, BASE, 64).wait(within(5.0))
+    assert not agent.needs_polls("one")
+    assert agent.needs_polls("two")
+    fakes[0].state["one"] = "PROC"
+    reading = agent.read(ONE, 4096, BASE, 64)
+    wait_for(lambda: agent.needs_polls("one"), "a transfer that takes polls")
+    fakes[0].state["one"] = "DONE"
+    reading.wait(within(5.0))
 
 
 def test_a_read_that_comes_late_ends_at_once(agent: NixlAgent, fakes: list[FakeNixl]) -> None:
     fakes[0].state["one"] = "PROC"
     reading = agent.read(ONE, 4096, BASE, 64)
     with pytest.raises(PeerTimeout):
-        reading.wait(0.02)
+        reading.wait(within(0.02))
     agent.expire(reading)
     fakes[0].state["one"] = "DONE"
     reading.settle()
@@ -178,7 +245,7 @@ def test_closing_ends_what_is_under_way(agent: NixlAgent, fakes: list[FakeNixl])
     assert agent.close()
     reading.settle()
     with pytest.raises(PeerUnavailable, match="closed"):
-        reading.wait(1.0)
+        reading.wait(within(1.0))
     with pytest.raises(PeerUnavailable, match="closed"):
         agent.expire(reading)
 

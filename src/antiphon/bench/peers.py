@@ -2,7 +2,12 @@
 
 It starts a coordinator, two cache servers and, where NIXL is, a process with plain registered memory. In each round a
 prompt is stored at one server and looked up at the other, which has never seen it: from the call to the answer that all
-of it is there, checked and kept. Then the same number of bytes is read over plain NIXL in pieces of the same size.
+of it is there, checked and kept. This is done twice: at once, while the holder still takes digests of what it stored
+(``pull just stored``), and when it has them (``pull``). Then the same number of bytes is read over plain NIXL in pieces
+of the same size.
+
+Both read memory that lies still, and neither disturbs the other: the process that plain NIXL reads from polls while it
+is read, and is stopped otherwise. Plain NIXL checks nothing, and asks nobody.
 """
 
 from __future__ import annotations
@@ -10,7 +15,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +41,8 @@ GOAL: Final = 0.7
 """Share of plain NIXL's rate."""
 WAIT_S: Final = 60.0
 _ARENA_SHAPES: Final = 3
+_PULL: Final = "pull"
+_JUST_STORED: Final = "pull just stored"
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class PeersBenchOptions:
     """
 
     shapes: tuple[Shape, ...] = (Shape(32, 5_898_240), Shape(8, 33_554_432))
-    num_rounds: int = 5
+    num_rounds: int = 10
     transports: tuple[str, ...] = ("nixl", "tcp")
 
     @classmethod
@@ -115,6 +124,11 @@ class _Pair:
         """Pairs of server and chunk that the directory has."""
         return int(status_of(self.coordinator_port)["placements"])
 
+    @property
+    def num_undigested(self) -> int:
+        """Chunks whose digests the holder is about to take."""
+        return int(status_of(self.holder.http_port)["peers"]["num_undigested"])
+
 
 @contextmanager
 def _pair(options: PeersBenchOptions, transport: str, say: Say) -> Iterator[_Pair]:
@@ -164,7 +178,7 @@ def _measure(pair: _Pair, shape: Shape, num_rounds: int, rows: Rows, say: Say) -
     """Adds the rates of pulls and of plain NIXL, and their ratio."""
     layout = layout_of(shape)
     targets = [Target(server.host, server.port, CHUNK_SIZE_TOKENS) for server in (pair.holder, pair.puller)]
-    times_s: dict[str, list[float]] = {"pull": []}
+    times_s: dict[str, list[float]] = {_PULL: [], _JUST_STORED: []}
     with (
         closing(Buffer(shape.num_bytes)) as source,
         closing(Buffer(shape.num_bytes)) as destination,
@@ -173,16 +187,18 @@ def _measure(pair: _Pair, shape: Shape, num_rounds: int, rows: Rows, say: Say) -
         ExitStack() as stack,
     ):
         source.fill_random()
-        raw = _raw_reader(stack, pair, shape, destination) if pair.transport == "nixl" else None
+        raw = _Raw(stack, pair, shape, destination) if pair.transport == "nixl" else None
         for number in range(num_rounds):
-            prompt = Prompt.new(shape.num_chunks * CHUNK_SIZE_TOKENS, CHUNK_SIZE_TOKENS)
-            before = pair.num_placed
-            store(at_holder, prompt, source.address, shape.chunk_bytes)
-            _wait(lambda before=before: pair.num_placed != before, "the directory changes")
-            times_s["pull"].append(_pull(at_puller, prompt))
-            ask(at_puller, protocol.Clear(), protocol.Cleared)
-            ask(at_holder, protocol.Clear(), protocol.Cleared)
-            _wait(lambda: pair.num_placed == 0, "the directory empties")
+            for name in (_PULL, _JUST_STORED):
+                prompt = Prompt.new(shape.num_chunks * CHUNK_SIZE_TOKENS, CHUNK_SIZE_TOKENS)
+                store(at_holder, prompt, source.address, shape.chunk_bytes)
+                _wait(lambda: pair.num_placed == shape.num_chunks, "the directory has all chunks")
+                if name == _PULL:
+                    _wait(lambda: pair.num_undigested == 0, "the holder has all digests")
+                times_s[name].append(_pull(at_puller, prompt))
+                ask(at_puller, protocol.Clear(), protocol.Cleared)
+                ask(at_holder, protocol.Clear(), protocol.Cleared)
+                _wait(lambda: pair.num_placed == 0, "the directory empties")
             if raw is not None:
                 times_s.setdefault("plain NIXL", []).append(raw.read(shape.num_bytes, shape.chunk_bytes))
             rates = ", ".join(f"{name} {shape.num_bytes / each[-1] / 1e9:.2f}" for name, each in times_s.items())
@@ -191,17 +207,34 @@ def _measure(pair: _Pair, shape: Shape, num_rounds: int, rows: Rows, say: Say) -
     for name, rate in rates_gb.items():
         rows.add(f"{name}, {shape}, {pair.transport}", rate, "GB/s", f"best of {num_rounds}")
     if "plain NIXL" in rates_gb:
-        rows.at_least(f"pull over plain NIXL, {shape}", rates_gb["pull"] / rates_gb["plain NIXL"], "x", GOAL)
+        rows.at_least(f"pull over plain NIXL, {shape}", rates_gb[_PULL] / rates_gb["plain NIXL"], "x", GOAL)
 
 
-def _raw_reader(stack: ExitStack, pair: _Pair, shape: Shape, destination: Buffer) -> RawReader:
-    path = pair.folder / f"raw-{shape.chunk_bytes}"
-    with (pair.folder / "log").open("ab") as log:
-        program = [sys.executable, "-m", "antiphon.bench.peers_raw", str(path), str(shape.num_bytes)]
-        process = BenchProcess(program, log)
-    stack.callback(process.stop)
-    _wait(path.exists, "the target of plain NIXL")
-    return RawReader(json.loads(path.read_text()), destination)
+class _Raw:
+    """Plain NIXL, with the process that it reads from, which is stopped while nothing is read."""
+
+    def __init__(self, stack: ExitStack, pair: _Pair, shape: Shape, destination: Buffer) -> None:
+        path = pair.folder / f"raw-{shape.chunk_bytes}"
+        with (pair.folder / "log").open("ab") as log:
+            program = [sys.executable, "-m", "antiphon.bench.peers_raw", str(path), str(shape.num_bytes)]
+            self._process = BenchProcess(program, log)
+        stack.callback(self._process.stop)
+        stack.callback(self._signal, signal.SIGCONT)  # done before it is asked to end
+        _wait(path.exists, "the target of plain NIXL")
+        self._reader = RawReader(json.loads(path.read_text()), destination)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.exit_code is None:
+            os.kill(self._process.pid, number)
+
+    def read(self, num_bytes: int, piece_bytes: int) -> float:
+        """Seconds that it takes."""
+        self._signal(signal.SIGCONT)
+        try:
+            return self._reader.read(num_bytes, piece_bytes)
+        finally:
+            self._signal(signal.SIGSTOP)
 
 
 def _pull(session: Session, prompt: Prompt) -> float:

@@ -34,7 +34,6 @@ class _Peer:
 
     idle: list[PeerSocket] = field(default_factory=list)
     memory: RemoteMemory | None = None
-    was_asked: bool = False
     num_nixl_failures: int = 0
 
 
@@ -119,27 +118,36 @@ class PeerLinks:
                     link.close()
                 peer.idle.clear()
 
-    def memory_of(self, holder: wire.Holder, link: PeerSocket, timeout_s: float) -> RemoteMemory | None:
-        """How the peer's arena is read over NIXL; None where it is read over TCP.
+    def learn_memory(self, holder: wire.Holder, link: PeerSocket, timeout_s: float) -> None:
+        """Asks how the peer's arena is read over NIXL, where that is not known and this server can.
 
         Raises:
             PeerTimeout, PeerUnavailable, ProtocolError: the peer did not say.
         """
         if self.agent is None:
-            return None
+            return
         with self._lock:
             peer = self._peer(holder)
-            if peer.num_nixl_failures >= NIXL_FAILURES_MAX:
-                return None
-            if peer.was_asked:
-                return peer.memory
+            if peer.memory is not None:
+                return
         info = link.call(wire.AskNixl(), timeout_s)
         if not isinstance(info, wire.NixlInfo) or info.metadata is None:
-            return None  # its agent may be starting still: it is asked again
+            return  # its agent may be starting still: it is asked again
         memory = RemoteMemory(f"{holder.instance}/{holder.incarnation}", info.metadata, info.base_address)
         with self._lock:
-            peer.memory, peer.was_asked = memory, True
-        return memory
+            peer.memory = memory
+
+    def memory_of(self, holder: wire.Holder) -> RemoteMemory | None:
+        """How the peer's arena is read over NIXL; None where it is read over TCP."""
+        with self._lock:
+            peer = self._peer(holder)
+            has_failed = peer.num_nixl_failures >= NIXL_FAILURES_MAX
+            return None if has_failed or self.agent is None else peer.memory
+
+    def needs_polls(self, holder: wire.Holder) -> bool:
+        """Whether reads from the peer move only while it polls its NIXL agent."""
+        agent, memory = self.agent, self.memory_of(holder)
+        return agent is None or memory is None or agent.needs_polls(memory.name)
 
     def nixl_ended(self, holder: wire.Holder, *, is_ok: bool) -> None:
         """A read over NIXL has ended."""

@@ -86,6 +86,8 @@ class Digests:
         self._arena = arena
         self._known: OrderedDict[int, bytes] = OrderedDict()
         """By generation of the region; under ``lock``."""
+        self._taking: dict[int, concurrent.futures.Future[bytes]] = {}
+        """What a thread is busy with, by generation; under ``lock``."""
         self._pulled: OrderedDict[bytes, None] = OrderedDict()
         """Tier keys of what came from a peer lately; under ``lock``."""
         self._num_ahead = 0
@@ -94,14 +96,23 @@ class Digests:
         self._threads = concurrent.futures.ThreadPoolExecutor(DIGEST_THREADS, "antiphon-digest")
         self._ahead = concurrent.futures.ThreadPoolExecutor(1, "antiphon-digest-ahead")
 
+    def known(self, loan: Loan) -> bytes | None:
+        """The digest of a leased chunk, where it was taken."""
+        with self._lock:
+            return self._known.get(loan.region.generation)
+
     async def of(self, loan: Loan) -> bytes:
         """The digest of a leased chunk, 16 bytes."""
-        with self._lock:
-            known = self._known.get(loan.region.generation)
+        known = self.known(loan)
         if known is None:
             loop = asyncio.get_running_loop()
             known = await loop.run_in_executor(self._threads, self._take, loan.region, loan.num_bytes)
         return known
+
+    def begin(self, loan: Loan) -> None:
+        """The digest of a chunk will be asked for. Does not wait."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._threads.submit(self._take, loan.region, loan.num_bytes)
 
     def pulled(self, key: bytes) -> None:
         """The chunk of that tier key comes from a peer, which has its digest: nobody is likely to ask here."""
@@ -122,19 +133,37 @@ class Digests:
         except RuntimeError:
             pass  # closed
 
+    @property
+    def num_ahead(self) -> int:
+        """Digests that are to be taken before anybody asks."""
+        return self._num_ahead
+
     def _take_ahead(self, region: RegionHandle, num_bytes: int) -> None:
-        with self._lock:
-            self._num_ahead -= 1
-        self._take(region, num_bytes)
+        try:
+            self._take(region, num_bytes)
+        finally:
+            with self._lock:
+                self._num_ahead -= 1
 
     def _take(self, region: RegionHandle, num_bytes: int) -> bytes:
+        with self._lock:
+            known, taking = self._known.get(region.generation), self._taking.get(region.generation)
+            if known is not None:
+                return known
+            mine: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+            if taking is None:
+                self._taking[region.generation] = mine
+        if taking is not None:
+            return taking.result()  # another thread has begun
         digest = PayloadDigest()
         digest.update(self._arena.view(region.offset_bytes, num_bytes))
         found = digest.digest()
         with self._lock:
+            del self._taking[region.generation]
             self._known[region.generation] = found
             while len(self._known) > DIGESTS_MAX:
                 self._known.popitem(last=False)
+        mine.set_result(found)
         return found
 
     def close(self) -> None:
@@ -160,6 +189,8 @@ class PeerServing:
         self._arena = arena
         self.digests = Digests(arena)
         self._next_connection = FIRST_BORROWER
+        self._borrowers: dict[tuple[str, str], set[_Borrower]] = {}
+        """Connections that have shown the secret, by name and life of the peer."""
         self._quiet = QuietLog(log, num_lines=20)
         self.agent: NixlAgent | None = None
         """Over which peers may read; None until it has started, or where there is none."""
@@ -185,7 +216,8 @@ class PeerServing:
             hello = await stream.prove(answerer)
             connection = ConnectionId(self._next_connection)
             self._next_connection += 1
-            borrower = _Borrower(self, connection, hello.instance)
+            borrower = _Borrower(self, connection, (hello.instance, hello.incarnation))
+            self._borrowers.setdefault(borrower.peer, set()).add(borrower)
             await self._cache.call(lambda: self._lender.attach(connection, hello.instance, hello.incarnation))
             while True:
                 async with asyncio.timeout(LOAN_SILENCE_S if borrower.loans else SILENCE_S):
@@ -207,8 +239,22 @@ class PeerServing:
             log.debug("a peer's connection ended: %s", error)
         finally:
             if borrower is not None:
+                self._left(borrower)
                 borrower.end()
             stream.close()
+
+    def _left(self, borrower: _Borrower) -> None:
+        others = self._borrowers[borrower.peer]
+        others.discard(borrower)
+        if not others:
+            del self._borrowers[borrower.peer]
+
+    def loan_of(self, peer: tuple[str, str], lease: int) -> Loan:
+        """A loan of any connection of that life of a peer. Raises PeerUnavailable where it has none of that name."""
+        for borrower in self._borrowers.get(peer, ()):
+            if (loan := borrower.loans.get(lease)) is not None:
+                return loan
+        raise PeerUnavailable(f"lease {lease} is none of this peer")
 
     async def close(self) -> None:
         """Ends every connection."""
@@ -222,14 +268,16 @@ class _Borrower:
     Args:
         serving: whose.
         connection: its number in the cache.
-        instance: whose it is.
+        peer: whose it is: name and life.
     """
 
-    def __init__(self, serving: PeerServing, connection: ConnectionId, instance: str) -> None:
+    def __init__(self, serving: PeerServing, connection: ConnectionId, peer: tuple[str, str]) -> None:
         self._serving = serving
         self._connection = connection
-        self._instance = instance
+        self.peer = peer
         self.loans: dict[int, Loan] = {}
+        self._polled: set[int] = set()
+        """Those of them whose reads need this side's NIXL agent."""
 
     async def answer(self, body: wire.Message) -> tuple[wire.Message, memoryview | None]:
         """The answer to a call, and the bytes that follow it."""
@@ -241,9 +289,7 @@ class _Borrower:
             case wire.AskHeld():
                 return await self._held(body), None
             case wire.Read():
-                loan = self.loans.get(body.lease)
-                if loan is None:
-                    raise PeerUnavailable(f"lease {body.lease} is none of this connection")
+                loan = self._serving.loan_of(self.peer, body.lease)
                 self._serving.counts["sent_bytes"] += loan.num_bytes
                 payload = self._serving._arena.view(loan.region.offset_bytes, loan.num_bytes)
                 return wire.ReadBegins(loan.num_bytes), payload
@@ -261,15 +307,25 @@ class _Borrower:
         wanted = Wanted(NamespaceDigest(body.namespace), body.fingerprint, body.num_bytes, body.format_version)
         loans, num_capped = await serving._cache.call(lambda: serving._lender.lend(self._connection, keys, wanted))
         self.loans.update((loan.lease, loan) for _, loan in loans)
-        self._heat(len(loans))
-        chunks = []
+        if body.needs_polls:
+            self._polled.update(loan.lease for _, loan in loans)
+            self._heat(len(loans))
+        chunks: list[wire.LentChunk] = []
+        later: list[int] = []
         for index, loan in loans:
-            digest = await serving.digests.of(loan)
-            chunks.append(wire.LentChunk(index, loan.lease, loan.region.offset_bytes, digest))
-        serving.counts["lent"] += len(loans)
+            digest = serving.digests.known(loan)
+            if digest is None and not chunks:
+                digest = await serving.digests.of(loan)
+            if digest is None:  # what is known is read meanwhile
+                serving.digests.begin(loan)
+                later.append(loan.lease)
+            else:
+                chunks.append(wire.LentChunk(index, loan.lease, loan.region.offset_bytes, digest))
+        if later:
+            self.give_back(tuple(later))
         if serving.tracing is not None:
-            self._trace(serving.tracing, body, len(loans), began_s)
-        return wire.Lent(tuple(chunks), num_capped)
+            self._trace(serving.tracing, body, len(chunks), began_s)
+        return wire.Lent(tuple(chunks), num_capped, len(later))
 
     def _trace(self, tracing: Tracing, body: wire.Lend, num_lent: int, began_s: float) -> None:
         """The span of a loan: until the peer is told of it."""
@@ -278,7 +334,7 @@ class _Borrower:
             return
         attributes: dict[str, str | int] = {
             "antiphon.instance": self._serving._myself.instance,
-            "antiphon.peer": self._instance,
+            "antiphon.peer": self.peer[0],
             "antiphon.chunks.asked": len(body.keys) // wire.KEY_BYTES,
             "antiphon.chunks.lent": num_lent,
             "antiphon.bytes": num_lent * body.num_bytes,
@@ -297,8 +353,11 @@ class _Borrower:
     def give_back(self, leases: tuple[int, ...]) -> None:
         """The leases end; nothing is answered."""
         serving = self._serving
-        num_ended = sum(self.loans.pop(lease, None) is not None for lease in set(leases))
-        self._heat(-num_ended)
+        for lease in leases:
+            self.loans.pop(lease, None)
+        polled = self._polled.intersection(leases)
+        self._polled -= polled
+        self._heat(-len(polled))
 
         def step() -> None:
             serving._lender.give_back(self._connection, leases)
@@ -306,12 +365,12 @@ class _Borrower:
         serving._cache.tell(step)
 
     def _heat(self, change: int) -> None:
-        """A peer that has loans may be reading over NIXL, which only works while this side polls."""
+        """Some reads over NIXL only work while this side polls."""
         if change and self._serving.agent is not None:
             with contextlib.suppress(PeerUnavailable):
                 self._serving.agent.borrowers(change)
 
     def end(self) -> None:
         """The connection is over."""
-        self._heat(-len(self.loans))
+        self._heat(-len(self._polled))
         self._serving._cache.tell(lambda: self._serving._lender.detach(self._connection))

@@ -18,32 +18,35 @@ It does not decide what is kept of it, and never writes to a peer.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Final
 
 from antiphon.cache.lending import Wanted
 from antiphon.cache_server.peer_expected import Expectations, Question
 from antiphon.cache_server.peer_links import PeerLinks
+from antiphon.cache_server.peer_loans import LEND_TIMEOUT_S, PeerLoans
 from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
+from antiphon.cache_server.peer_room import ReadRoom, ReadTurn
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError, TierError, TierUnavailable
+from antiphon.core.units import MIB
 from antiphon.observe.tracing import active_span, active_traceparent
 from antiphon.protocol import peers as wire
 from antiphon.storage.record import PayloadDigest, address_of
 from antiphon.storage.tier import ChunkMeta, TierUsage
+from antiphon.transport.nixl_agent import NixlAgent, Reading, RemoteMemory
 from antiphon.transport.peer_tcp import PeerSocket
 
 TIER_NAME: Final = "peer"
 
-LEND_TIMEOUT_S: Final = 0.25
-"""From the call to the loan: connection and proof included. A peer takes some milliseconds."""
-READ_BASE_S: Final = 0.5
-READ_BYTES_PER_S: Final = 100e6
-"""A read may take half a second, and what its bytes take at this rate: slower than that, computing is faster."""
-RETURN_TIMEOUT_S: Final = 0.25
+ROOM_WAIT_S: Final = 1.5
+"""For room among the reads of a peer; with the read itself it is below what the tier plan waits."""
+PIECE_BYTES: Final = 8 * MIB
+"""A chunk is read over NIXL in equal pieces of at most this size: the digest of one is taken while the next comes."""
 ASK_TIMEOUT_S: Final = 0.05
-CAPPED_PAUSE_S: Final = 0.005
 
 Locate = Callable[[list[bytes], float], wire.Located | None]
 
@@ -60,9 +63,13 @@ class PeerStore:
     def __init__(self, locate: Locate, links: PeerLinks, arena: tuple[int, int]) -> None:
         self._locate = locate
         self._links = links
+        self._loans = PeerLoans(links)
+        self.room = ReadRoom()
         self._arena_address, self._arena_bytes = arena
         self._lock = threading.Lock()
         self._is_closed = False
+        self.digesting = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) - 1))
+        """So many digests at once leave a processor to the thread that reads."""
         self.on_pulled: Callable[[bytes], None] = _nobody_cares
         """Told of each key whose chunk is in its target."""
         self.expected = Expectations()
@@ -140,7 +147,7 @@ class PeerStore:
         except AntiphonError as error:
             if link is not None:
                 link.close()
-            self._links.failed(holder)
+            self.broken(holder, error)
             with self._lock:
                 self.where.counts["failed"] += 1
                 self.where.failed(holder, time.monotonic(), error.message)
@@ -178,10 +185,17 @@ class PeerStore:
                 pulling.close()
             drive.close()
 
-    def hung(self, holder: wire.Holder, reason: str) -> None:
+    def hung(self, holder: wire.Holder, error: PeerTimeout) -> None:
         """A read from the holder has missed its deadline, and is not over yet."""
+        self.broken(holder, error)
         with self._lock:
-            self.where.failed(holder, time.monotonic(), reason)
+            self.where.failed(holder, time.monotonic(), error.message)
+
+    def broken(self, holder: wire.Holder, error: AntiphonError) -> None:
+        """A call to the holder failed: nobody waits for another one to it."""
+        self._loans.failed(holder, error)
+        self.room.failed((holder.instance, holder.incarnation))
+        self._links.failed(holder)
 
     def breakers(self) -> dict[str, dict[str, object]]:
         """Which peers are left alone, and why."""
@@ -206,6 +220,7 @@ class PeerStore:
     def close(self) -> None:
         """Closes the links."""
         self._is_closed = True
+        self._loans.close()
         self._links.close()
 
     def _check_open(self) -> None:
@@ -238,9 +253,12 @@ class _Drive:
     def __init__(self, store: PeerStore, into: memoryview) -> None:
         self._store = store
         self._links = store._links
+        self._loans = store._loans
         self._into = into
-        self._link: PeerSocket | None = None
-        self._holder: wire.Holder | None = None
+        self._lent: tuple[wire.Holder, wire.LentChunk] | None = None
+        """What is to be given back."""
+        self._digest = b""
+        """Of what was read last."""
 
     def do(self, action: Action) -> Ended:
         """The answer to ``action``; errors are values."""
@@ -252,69 +270,96 @@ class _Drive:
                     self._read(action)
                     return None
                 case Verify():
-                    digest = PayloadDigest()
-                    digest.update(self._into)
-                    return digest.digest() == action.digest
+                    return self._digest == action.digest
                 case GiveBack():
-                    self._give_back(action)
+                    self.close()
                     return None
         except AntiphonError as error:
-            if isinstance(action, LendFrom | ReadFrom):
+            if isinstance(action, LendFrom):
                 self._links.failed(action.holder)
             return error
 
     def _lend(self, action: LendFrom) -> wire.LentChunk | None:
         self.close()
-        deadline_s = time.monotonic() + LEND_TIMEOUT_S
-        self._holder, wanted = action.holder, action.wanted
-        link = self._link = self._links.take(action.holder, LEND_TIMEOUT_S)
-        meaning = (wanted.namespace, wanted.fingerprint, wanted.num_bytes, wanted.format_version)
-        body = wire.Lend(*meaning, action.key, active_traceparent())
         span = active_span()
         if span is not None:
             span.attributes["antiphon.peer"] = action.holder.instance
-        while True:
-            lent = link.call(body, max(0.001, deadline_s - time.monotonic()))
-            if not isinstance(lent, wire.Lent):
-                raise ProtocolError(f"Lend is answered by Lent, not by {type(lent).__name__}")
-            if lent.chunks or not lent.num_capped or time.monotonic() + CAPPED_PAUSE_S > deadline_s:
-                return lent.chunks[0] if lent.chunks else None
-            time.sleep(CAPPED_PAUSE_S)  # this server has its share already, and gives of it back in a moment
+        loan = self._loans.lend(action.holder, action.key, action.wanted, active_traceparent())
+        self._lent = None if loan is None else (action.holder, loan)
+        return loan
 
     def _read(self, action: ReadFrom) -> None:
-        assert self._link is not None, "lent first"
         num_bytes = len(self._into)
-        timeout_s = READ_BASE_S + num_bytes / READ_BYTES_PER_S
-        agent = self._links.agent
-        address = address_of(self._into)
-        if agent is not None and self._store.is_registered(address, num_bytes):
-            memory = self._links.memory_of(action.holder, self._link, LEND_TIMEOUT_S)
-            if memory is not None:
-                reading = agent.read(memory, memory.address + action.loan.offset, address, num_bytes)
+        agent, memory = self._links.agent, self._links.memory_of(action.holder)
+        life = (action.holder.instance, action.holder.incarnation)
+        with self._store.room.taken(life, num_bytes, ROOM_WAIT_S) as turn:
+            if (
+                agent is not None
+                and memory is not None
+                and self._store.is_registered(address_of(self._into), num_bytes)
+            ):
                 try:
-                    reading.wait(timeout_s)
-                except PeerTimeout as error:
-                    self._links.failed(action.holder)
-                    self._store.hung(action.holder, error.message)
-                    with contextlib.suppress(PeerUnavailable):  # closed: its end settles the read
-                        agent.expire(reading)
-                    reading.settle()
-                    raise
+                    self._read_nixl(action, agent, memory, turn)
                 except PeerUnavailable:
                     self._links.nixl_ended(action.holder, is_ok=False)  # a peer that lives is read over TCP
                 else:
                     self._links.nixl_ended(action.holder, is_ok=True)
                     _note_transport("nixl")
                     return
-        _note_transport("tcp")
-        self._link.read_into(action.loan.lease, self._into, timeout_s)
+            _note_transport("tcp")
+            self._read_tcp(action, turn)
 
-    def _give_back(self, action: GiveBack) -> None:
-        if self._link is not None and not self._link.is_closed:
-            self._link.post(wire.Return((action.loan.lease,)), RETURN_TIMEOUT_S)
+    def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> None:
+        digest = PayloadDigest()
+
+        def came(piece: memoryview) -> None:
+            turn.came()
+            digest.update(piece)
+
+        link = self._links.take(action.holder, LEND_TIMEOUT_S)
+        try:
+            link.read_into(action.loan.lease, self._into, turn.deadline_s, came)
+        except AntiphonError as error:
+            self._store.broken(action.holder, error)
+            raise
+        finally:
+            self._links.give_back(action.holder, link)
+        self._digest = digest.digest()
+
+    def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory, turn: ReadTurn) -> None:
+        """Reads piece by piece. Raises as ``Reading.wait``, after which nothing writes to the target."""
+        num_bytes = len(self._into)
+        here, there = address_of(self._into), memory.address + action.loan.offset
+        num_pieces = -(-num_bytes // PIECE_BYTES)
+        ends = [num_bytes * number // num_pieces for number in range(num_pieces + 1)]
+        digest = PayloadDigest()
+        readings: list[Reading] = []
+        try:
+            for start, end in pairwise(ends):
+                readings.append(agent.read(memory, there + start, here + start, end - start))
+            for reading, (start, end) in zip(readings, pairwise(ends), strict=True):
+                reading.wait(turn.deadline_s)
+                turn.came()
+                with self._store.digesting:
+                    digest.update(self._into[start:end])
+        except AntiphonError as error:
+            if isinstance(error, PeerTimeout):
+                self._store.hung(action.holder, error)
+            _settle(agent, readings)
+            raise
+        self._digest = digest.digest()
 
     def close(self) -> None:
-        """The link goes back."""
-        if self._link is not None and self._holder is not None:
-            self._links.give_back(self._holder, self._link)
-        self._link = None
+        """The loan goes back."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._loans.give_back(*lent)
+
+
+def _settle(agent: NixlAgent, readings: Sequence[Reading]) -> None:
+    """Gives reads up, and waits until none of them writes any more."""
+    for reading in readings:
+        with contextlib.suppress(PeerUnavailable):  # closed: its end settles the read
+            agent.expire(reading)
+    for reading in readings:
+        reading.settle()

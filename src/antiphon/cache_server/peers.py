@@ -54,7 +54,7 @@ def peer_tier() -> TierOptions:
     """How the tier plan uses the store: the last tier, which is only read. The deadlines of the store are shorter than
     that of the plan, but for a peer that hangs during a read."""
     return TierOptions(
-        name=TIER_NAME, store="none", source="peer", is_shared=True, fetches_max=8, timeout_s=4.0, retry_max_s=1.0
+        name=TIER_NAME, store="none", source="peer", is_shared=True, fetches_max=16, timeout_s=4.0, retry_max_s=1.0
     )
 
 
@@ -285,6 +285,7 @@ class Peers:
             "nixl": "in use" if self._agent is not None else self._agent_error or "starting",
             "num_connections": self._serving.num_connections,
             "num_loans": self.lender.num_loans,
+            "num_undigested": self._serving.digests.num_ahead,
             "lent_bytes": self.lender.lent_bytes(),
             "breakers": self.store.breakers(),
             "counts": self.counts(),

@@ -209,6 +209,8 @@ class Lend(Body, frozen=True):
         num_bytes: of one whole chunk.
         format_version: of the stored form of chunks.
         keys: tier keys, joined; at most ``LEND_KEYS_MAX``.
+        traceparent: see ``_Traceparent``.
+        needs_polls: whether the callee's NIXL agent must be polled for the caller's reads.
     """
 
     namespace: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -217,6 +219,7 @@ class Lend(Body, frozen=True):
     format_version: _Number
     keys: Annotated[bytes, msgspec.Meta(max_length=LEND_KEYS_MAX * KEY_BYTES)]
     traceparent: _Traceparent = ""
+    needs_polls: bool = True
 
 
 class LentChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -236,10 +239,17 @@ class LentChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lent(Body, frozen=True):
-    """The answer to ``Lend``. ``num_capped``: chunks that are here and were not leased, as the caller has its share."""
+    """The answer to ``Lend``.
+
+    Args:
+        chunks: what is leased.
+        num_capped: chunks that are here and were not leased, as the caller has its share.
+        num_later: chunks that are here and were not leased, as their digests are being taken.
+    """
 
     chunks: Annotated[tuple[LentChunk, ...], msgspec.Meta(max_length=LEND_KEYS_MAX)]
     num_capped: _Number
+    num_later: _Number = 0
 
 
 class AskHeld(Body, frozen=True):
@@ -260,7 +270,7 @@ class Held(Body, frozen=True):
 
 
 class Read(Body, frozen=True):
-    """Send the bytes of a leased chunk over this connection."""
+    """Send the bytes of a chunk over this connection; any connection of the same life of the caller leases it."""
 
     lease: _Number
 

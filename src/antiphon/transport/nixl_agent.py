@@ -1,8 +1,13 @@
 """Reads from the memory of other processes over NIXL: one thread owns the agent, callers wait with own deadlines.
 
 Owns the NIXL agent and the thread. The agent has no progress thread, so that an idle process costs nothing; it moves
-when it is polled: without a pause while a read of its own is under way, every 0.2 ms while a peer may be reading here,
-and slower and slower when nothing happens. Its name is new at each start, since NIXL mixes up lives of one name.
+when it is polled: without a pause while a read of its own is under way, every 0.2 ms while a peer reads here that needs
+it (``needs_polls``), and slower and slower when nothing happens. Its name is new at each start, since NIXL mixes up
+lives of one name.
+
+On one host a transfer keeps its thread until the bytes are there. Between two of them the thread has to get the
+interpreter back from others whenever NIXL has let go of it. So reads that wait go in one transfer, up to
+``MERGED_BYTES``, and what is to be tidied up after a transfer is left until none waits.
 
 Always true:
 
@@ -24,7 +29,7 @@ import queue
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -50,6 +55,12 @@ START_TIMEOUT_S: Final = 120.0
 CLOSE_TIMEOUT_S: Final = 1.0
 WAITING_MAX: Final = 1_024
 """Reads that wait for the thread: far more than callers there are."""
+MERGED_BYTES: Final = 24 << 20
+"""Reads are merged up to so many bytes: it takes some milliseconds, after which the first of them can be checked."""
+ALONE_MIN: Final = 4
+"""After so many transfers in a row that were over when the call returned, a peer need not be polled for them."""
+SPENT_MAX: Final = 32
+"""Transfers that are over and not tidied up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +96,20 @@ class Reading:
     _over: threading.Event = field(default_factory=threading.Event)
     _settled: threading.Event = field(default_factory=threading.Event)
     _error: PeerUnavailable | PeerTimeout | None = None
-    handle: Any = None
-    deadline_s: float = float("inf")
-    quiet_at_s: float | None = None
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, deadline_s: Callable[[], float]) -> None:
         """Waits for the bytes.
+
+        Args:
+            deadline_s: until when, on the monotonic clock; asked again when it is over, as it may move.
 
         Raises:
             PeerTimeout: they are not there in time. The target is the caller's again after ``settle`` only.
             PeerUnavailable: they will not come, and nothing writes to the target.
         """
-        if not self._over.wait(timeout_s):
-            raise PeerTimeout(f"{self.num_bytes} bytes did not come over NIXL within {timeout_s:g} s")
+        while not self._over.wait(max(0.0, deadline_s() - time.monotonic())):
+            if time.monotonic() >= deadline_s():
+                raise PeerTimeout(f"{self.num_bytes} bytes did not come over NIXL in time")
         if self._error is not None:
             raise self._error
 
@@ -110,6 +122,22 @@ class Reading:
         self._error = error
         self._over.set()
         self._settled.set()
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """Reads from one peer that go together. Of the agent's thread."""
+
+    readings: list[Reading]
+    handle: Any = None
+    deadline_s: float = float("inf")
+    quiet_at_s: float | None = None
+    """Nothing is on its way any more from then on; None while it has not been aborted."""
+
+    @property
+    def name(self) -> str:
+        """Of the peer."""
+        return self.readings[0].remote.name
 
 
 class NixlAgent:
@@ -127,9 +155,15 @@ class NixlAgent:
         self._memory = (address, num_bytes)
         self._agent: Any = None
         self._orders: queue.SimpleQueue[Reading | Callable[[], None]] = queue.SimpleQueue()
-        self._running: list[Reading] = []
+        self._waiting: deque[Reading] = deque()
+        self._running: list[_Transfer] = []
+        self._spent: list[Any] = []
+        """Handles of transfers that are over."""
+        self._served_s = 0.0
         self._remotes: dict[str, str] = {}  # NIXL's name of each remote that is added, by ours
         self._doomed: set[str] = set()
+        self._num_alone: dict[str, int] = {}
+        """Transfers in a row that needed nothing of the peer's, by our name of it."""
         self._num_borrowers = 0
         self._active_s = 0.0
         self._started = threading.Event()
@@ -176,8 +210,13 @@ class NixlAgent:
         """The life of that name is over: its connection is torn down. Nothing where it is not known."""
         self._order(lambda: self._remove(name))
 
+    def needs_polls(self, name: str) -> bool:
+        """Whether reads from that life of a peer move only while the peer polls, as far as is known here: not those of
+        the memory of another process on this host."""
+        return self._num_alone.get(name, 0) < ALONE_MIN
+
     def borrowers(self, change: int) -> None:
-        """So many more peers may be reading here: the agent is polled for them."""
+        """So many more reads may need this side: the agent is polled for them."""
         self._order(lambda: self._count(change))
 
     def _order(self, order: Reading | Callable[[], None]) -> None:
@@ -212,6 +251,8 @@ class NixlAgent:
             while not self._is_closing:
                 if self._take_orders(self._pause_s(time.monotonic() - self._active_s)):
                     self._active_s = time.monotonic()
+                if self._waiting:
+                    self._begin_some()
                 self._poll()
         finally:
             self._end_all()
@@ -220,17 +261,19 @@ class NixlAgent:
         """The thread ends: nobody waits for it any more."""
         with self._lock:
             self._is_closing = True  # nothing is ordered from here on
-        for reading in self._running:
-            self._release(reading)
+        for transfer in self._running:
+            self._release(transfer)
+        self._tidy_up()
         for name in list(self._remotes):
             self._remove(name)
         self._agent = None  # frees the agent, and with it its connections
-        for reading in self._running:
-            reading.over(PeerUnavailable("the NIXL agent was closed"))
+        readings = [reading for transfer in self._running for reading in transfer.readings]
         while not self._orders.empty():
             order = self._orders.get_nowait()
             if isinstance(order, Reading):
-                order.over(PeerUnavailable("the NIXL agent was closed"))
+                readings.append(order)
+        for reading in (*readings, *self._waiting):
+            reading.over(PeerUnavailable("the NIXL agent was closed"))
 
     def _make(self) -> Any:
         api: Any = importlib.import_module("nixl._api")
@@ -252,6 +295,8 @@ class NixlAgent:
 
     def _pause_s(self, quiet_s: float) -> float:
         """How long to wait for orders; ``quiet_s``: since something was done last."""
+        if self._waiting:
+            return 0.0
         if self._running:
             return 0.0 if quiet_s < HOT_S else WARM_S
         if self._num_borrowers > 0:
@@ -267,105 +312,137 @@ class NixlAgent:
                 return has_done
             has_done, pause_s = True, 0.0
             if isinstance(order, Reading):
-                self._begin(order)
+                self._waiting.append(order)
             else:
                 order()
 
     def _count(self, change: int) -> None:
         self._num_borrowers = max(0, self._num_borrowers + change)
 
-    def _begin(self, reading: Reading) -> None:
-        remote = reading.remote
+    def _begin_some(self) -> None:
+        """Begins the reads that have waited longest, as far as they are from one peer and go together."""
+        readings = [self._waiting.popleft()]
+        remote, num_bytes = readings[0].remote, readings[0].num_bytes
+        while self._waiting and self._waiting[0].remote.name == remote.name:
+            num_bytes += self._waiting[0].num_bytes
+            if num_bytes > MERGED_BYTES:
+                break
+            readings.append(self._waiting.popleft())
+        transfer = _Transfer(readings)
         try:
             if remote.name in self._doomed:
                 raise PeerUnavailable("its connection is being torn down")
             if remote.name not in self._remotes:
                 found = self._agent.add_remote_agent(remote.metadata)
                 self._remotes[remote.name] = found.decode() if isinstance(found, bytes) else str(found)
-            local = self._agent.get_xfer_descs([(reading.local_address, reading.num_bytes, 0)], "DRAM")
-            there = self._agent.get_xfer_descs([(reading.remote_address, reading.num_bytes, 0)], "DRAM")
-            reading.handle = self._agent.initialize_xfer("READ", local, there, self._remotes[remote.name])
-            self._running.append(reading)
-            state = self._agent.transfer(reading.handle)
-        except Exception as error:  # supervised: NIXL's errors have no common base; the caller of the read gets it
-            self._failed(reading, f"{type(error).__name__}: {error}")
+            here = [(reading.local_address, reading.num_bytes, 0) for reading in readings]
+            there = [(reading.remote_address, reading.num_bytes, 0) for reading in readings]
+            local, far = (self._agent.get_xfer_descs(regions, "DRAM") for regions in (here, there))
+            transfer.handle = self._agent.initialize_xfer("READ", local, far, self._remotes[remote.name])
+            self._running.append(transfer)
+            state = self._agent.transfer(transfer.handle)
+        except Exception as error:  # supervised: NIXL's errors have no common base; the callers of the reads get it
+            self._failed(transfer, f"{type(error).__name__}: {error}")
             return
-        self._advance(reading, state)
+        self._num_alone[remote.name] = self._num_alone.get(remote.name, 0) + 1 if state == "DONE" else 0
+        self._advance(transfer, state)
 
     def _poll(self) -> None:
         now_s = time.monotonic()
-        for reading in list(self._running):
-            if reading.quiet_at_s is not None:
-                if now_s >= reading.quiet_at_s:
-                    self.counts["quarantined"] += 1
-                    self._end(reading, PeerTimeout("the read was given up"))
+        for transfer in list(self._running):
+            if transfer.quiet_at_s is not None:
+                if now_s >= transfer.quiet_at_s:
+                    self.counts["quarantined"] += len(transfer.readings)
+                    self._end(transfer, PeerTimeout("the read was given up"))
                 continue
             try:
-                state = self._agent.check_xfer_state(reading.handle)
-            except Exception as error:  # supervised: as in _begin
-                self._failed(reading, f"{type(error).__name__}: {error}")
+                state = self._agent.check_xfer_state(transfer.handle)
+            except Exception as error:  # supervised: as in _begin_some
+                self._failed(transfer, f"{type(error).__name__}: {error}")
                 continue
-            self._advance(reading, state)
-        for reading in list(self._running):
-            if reading.quiet_at_s is None and now_s >= reading.deadline_s:
-                self._tear_down(reading.remote.name, now_s)
+            self._advance(transfer, state)
+        for transfer in list(self._running):
+            if transfer.quiet_at_s is None and now_s >= transfer.deadline_s:
+                self._tear_down(transfer.name, now_s)
+        if self._waiting and not self._running and now_s - self._served_s < SERVING_S:
+            return
+        if not self._waiting or len(self._spent) >= SPENT_MAX:
+            self._tidy_up()
+        self._served_s = now_s
         try:
             self._agent.get_new_notifs()  # nobody is meant to send any; this is what serves peers
         except Exception as error:  # supervised: a peer that is gone may be told here
             log.debug("polling NIXL: %s", error)
 
-    def _advance(self, reading: Reading, state: str) -> None:
+    def _advance(self, transfer: _Transfer, state: str) -> None:
         if state == "DONE":
-            self.counts["reads"] += 1
-            self.counts["bytes"] += reading.num_bytes
-            self._end(reading, None)
+            self.counts["reads"] += len(transfer.readings)
+            self.counts["bytes"] += sum(reading.num_bytes for reading in transfer.readings)
+            self._end(transfer, None)
         elif state != "PROC":
-            self._failed(reading, f"state {state}")
+            self._failed(transfer, f"state {state}")
 
-    def _failed(self, reading: Reading, reason: str) -> None:
-        """NIXL itself has ended the read."""
-        self.counts["failed"] += 1
-        self._doomed.add(reading.remote.name)
-        self._end(reading, PeerUnavailable(f"a read over NIXL failed: {reason}"))
+    def _failed(self, transfer: _Transfer, reason: str) -> None:
+        """NIXL itself has ended the reads."""
+        self.counts["failed"] += len(transfer.readings)
+        self._doomed.add(transfer.name)
+        self._end(transfer, PeerUnavailable(f"a read over NIXL failed: {reason}"))
 
-    def _end(self, reading: Reading, error: PeerUnavailable | PeerTimeout | None) -> None:
+    def _end(self, transfer: _Transfer, error: PeerUnavailable | PeerTimeout | None) -> None:
         self._active_s = time.monotonic()
-        self._release(reading)
-        if reading in self._running:
-            self._running.remove(reading)
-        name = reading.remote.name
-        if name in self._doomed:
-            self._remove(name)
-        reading.over(error)
+        if transfer in self._running:
+            self._running.remove(transfer)
+        handle, transfer.handle = transfer.handle, None
+        if handle is not None:
+            self._spent.append(handle)
+        if transfer.name in self._doomed:
+            self._remove(transfer.name)
+        for reading in transfer.readings:
+            reading.over(error)
 
     def _give_up(self, reading: Reading) -> None:
-        if reading in self._running:
+        if reading in self._waiting:
             self.counts["expired"] += 1
-            reading.deadline_s = time.monotonic() + GRACE_S
+            self._waiting.remove(reading)
+            reading.over(PeerTimeout("the read was given up"))
+        for transfer in self._running:
+            if reading in transfer.readings:
+                self.counts["expired"] += 1
+                transfer.deadline_s = min(transfer.deadline_s, time.monotonic() + GRACE_S)
 
     def _tear_down(self, name: str, now_s: float) -> None:
         """All reads from a peer that hangs are aborted; their targets are in quarantine from here on."""
         self._doomed.add(name)
-        for reading in self._running:
-            if reading.remote.name == name:
-                self._release(reading)
-                reading.quiet_at_s = now_s + QUARANTINE_S
+        for transfer in self._running:
+            if transfer.name == name:
+                self._release(transfer)
+                transfer.quiet_at_s = now_s + QUARANTINE_S
         self._remove(name)
 
-    def _release(self, reading: Reading) -> None:
-        handle, reading.handle = reading.handle, None
+    def _release(self, transfer: _Transfer) -> None:
+        """Aborts it, where it is in flight."""
+        handle, transfer.handle = transfer.handle, None
         if handle is not None:
+            self._spent.append(handle)
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """Frees what belongs to transfers that are over."""
+        for handle in self._spent:
             try:
                 self._agent.release_xfer_handle(handle)
             except Exception as error:  # supervised: a transfer in flight is aborted, which is told so
                 log.debug("releasing a transfer: %s", error)
+        self._spent.clear()
 
     def _remove(self, name: str) -> None:
         """Forgets a peer, once no transfer of it is held."""
-        if any(reading.remote.name == name and reading.handle is not None for reading in self._running):
+        if any(transfer.name == name and transfer.handle is not None for transfer in self._running):
             self._doomed.add(name)
             return
+        self._tidy_up()
         self._doomed.discard(name)
+        self._num_alone.pop(name, None)
         found = self._remotes.pop(name, None)
         if found is not None:
             try:

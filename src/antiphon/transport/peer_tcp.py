@@ -38,6 +38,10 @@ _ACCEPT_PAUSE_S: Final = 0.2
 """After a failed accept: descriptors or memory are short, and would be so again at once."""
 
 
+def _pass_over(piece: memoryview) -> None:
+    pass
+
+
 class PeerSocket:
     """A connection for one thread at a time. Made by ``connect``."""
 
@@ -123,15 +127,26 @@ class PeerSocket:
             self._set_timeout(time.monotonic() + timeout_s)
             self._sock.sendall(wire.frame(call_id, body))
 
-    def read_into(self, lease: int, into: memoryview, timeout_s: float) -> None:
+    def read_into(
+        self,
+        lease: int,
+        into: memoryview,
+        deadline_s: Callable[[], float],
+        on_piece: Callable[[memoryview], None] = _pass_over,
+    ) -> None:
         """Has the bytes of a leased chunk sent into ``into``, all of it.
+
+        Args:
+            lease: names it.
+            into: where to.
+            deadline_s: for all of it, on the monotonic clock; asked again when it is over, as it may move.
+            on_piece: told of the bytes that came, piece by piece, in order, while they are in the processor's cache.
 
         Raises:
             PeerTimeout, PeerUnavailable, ProtocolError: they did not come; the connection is closed.
             AntiphonError: the holder refuses; the connection goes on.
         """
-        deadline_s = time.monotonic() + timeout_s
-        begins = self.call(wire.Read(lease), timeout_s)
+        begins = self.call(wire.Read(lease), deadline_s() - time.monotonic())
         with self._closing():
             if not isinstance(begins, wire.ReadBegins) or begins.num_bytes != len(into):
                 raise ProtocolError(f"{len(into)} bytes were asked for: {str(begins)[:100]}")
@@ -139,12 +154,26 @@ class PeerSocket:
             start = min(len(self._buffer), len(into))
             into[:start] = self._buffer[:start]
             del self._buffer[:start]
+            told = 0
             while start < len(into):
-                self._set_timeout(deadline_s)
-                num_bytes = self._sock.recv_into(into[start : start + _PIECE_BYTES])
-                if not num_bytes:
-                    raise PeerUnavailable("the peer ended the connection")
-                start += num_bytes
+                end = min(told + _PIECE_BYTES, len(into))
+                start += self._recv_into(into[start:end], deadline_s)
+                if start == end:
+                    on_piece(into[told:end])
+                    told = end
+            if told < len(into):
+                on_piece(into[told:])
+
+    def _recv_into(self, into: memoryview, deadline_s: Callable[[], float]) -> int:
+        while True:
+            self._set_timeout(deadline_s())
+            try:
+                num_bytes = self._sock.recv_into(into)
+            except TimeoutError:
+                continue  # the deadline may have moved; else it ends here
+            if not num_bytes:
+                raise PeerUnavailable("the peer ended the connection")
+            return num_bytes
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
