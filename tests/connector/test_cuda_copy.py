@@ -270,3 +270,14 @@ def test_the_gate_sees_slabs_in_another_order(rank: Rank, monkeypatch: pytest.Mo
     assert not result.has_passed
     assert "is not [kv_head][layer][token][k|v]" in result.detail
     assert rank.content() == before
+
+
+def test_closing_gives_the_arena_back_also_before_the_engine_has_started() -> None:
+    rank = Rank(1)
+    rank.copier.store(rank.address(0), (1, 2, 3))
+    (arena,) = rank.copier.pinning._arenas.values()
+    rank.close()
+    assert rank.driver.registered
+    rank.copier.close()
+    assert arena.wait_unmapped(10)
+    assert not rank.driver.registered

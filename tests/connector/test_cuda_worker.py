@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from antiphon.client.options import ClientOptions
-from antiphon.connector import cuda_copy
+from antiphon.connector import cuda_copy, cuda_pinning
 from antiphon.connector.cuda_copy import CudaCopier
 from antiphon.connector.cuda_paged import PagedKv, PlainMover
 from antiphon.connector.cuda_pinning import Pinning
@@ -25,7 +25,7 @@ from antiphon.core.chunks_layout import ChunkLayout, slabs_of_rank
 from antiphon.protocol import cache as calls
 from tests.connector.fake_cuda import FakeDevice, FakePinDriver
 from tests.connector.fakes import FakeClient, FakeClock, FakeServer
-from tests.connector.test_worker import wait_until
+from tests.connector.test_worker import DEADLINE_S, wait_until
 
 HEADS, TOKENS, WIDTH, LAYERS = 4, 4, 8, 2
 PER_CHUNK = 2
@@ -48,7 +48,8 @@ class Rank:
         ]
         self.device = FakeDevice(random.Random(rank))
         paged = PagedKv(self.tensors)
-        self.copier = CudaCopier(paged, PER_CHUNK, PlainMover(paged), self.device, Pinning(FakePinDriver(), 8192))
+        self.driver = FakePinDriver()
+        self.copier = CudaCopier(paged, PER_CHUNK, PlainMover(paged), self.device, Pinning(self.driver, 8192))
         self.server, self.clock = server, clock
         self.client = FakeClient(
             ClientOptions(
@@ -98,6 +99,7 @@ class Rank:
 @pytest.fixture(autouse=True)
 def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copy, "STAGING_BYTES", LAYOUT.chunk_bytes)
+    monkeypatch.setattr(cuda_pinning, "PAUSE_MIN_S", 0.001)
 
 
 @pytest.fixture
@@ -137,6 +139,7 @@ def test_chunks_go_out_and_come_back(
     server: FakeServer, clock: FakeClock, looker: FakeClient, monkeypatch: pytest.MonkeyPatch, in_step: bool
 ) -> None:
     rank = Rank(server, clock)
+    rank.side.engine_started()
     wait_until(lambda: rank.copier.pinning.num_pinned_bytes == server.owner.data_bytes)
     begun_by: list[str] = []
     begin = rank.copier.begin_load
@@ -147,7 +150,7 @@ def test_chunks_go_out_and_come_back(
 
     monkeypatch.setattr(rank.copier, "begin_load", noted)
     if not in_step:
-        monkeypatch.setattr(rank.copier, "num_chunks_in_step", 1)
+        monkeypatch.setattr(rank.copier, "num_batches_in_step", 1)
     rank.store(1, "ab", 1)
     wait_until(lambda: rank.side.take_news().stored == {1: 1})
     rank.load(look_up(looker, "ab"), (20, 22, 24), skip=1)
@@ -244,3 +247,121 @@ def test_engines_of_different_size_share_chunks(
         rank.close()
     for rank in sources:
         rank.close()
+
+
+# ---- what a step does not wait for, and what does not end it ---------------------------------------------------------
+
+
+def begun_by(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that begin loads, as they do."""
+    found: list[str] = []
+    begin = rank.copier.begin_load
+
+    def noted(*arguments: object) -> object:
+        found.append(threading.current_thread().name)
+        return begin(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank.copier, "begin_load", noted)
+    return found
+
+
+def test_all_loads_of_a_step_share_its_budget(
+    server: FakeServer, clock: FakeClock, looker: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(server, clock)
+    rank.side.engine_started()
+    wait_until(lambda: rank.copier.pinning.num_pinned_bytes == server.owner.data_bytes)
+    rank.store(1, "a", 1)
+    wait_until(lambda: rank.side.take_news().stored == {1: 1})
+    found = look_up(looker, "a")
+    threads = begun_by(rank, monkeypatch)
+    plans = [
+        LoadPlan(f"load-{number}", server.incarnation, found.regions, 0, (20 + 2 * number, 21 + 2 * number), clock())
+        for number in range(6)
+    ]
+    rank.step(StepPlan(loads=plans))
+    received: set[str] = set()
+    wait_until(lambda: len(received.update(rank.side.take_finished()[1]) or received) == len(plans))  # type: ignore[func-returns-value]
+    mine = threading.current_thread().name
+    assert threads.count(mine) == cuda_copy.BATCHES_IN_STEP
+    assert threads.count("antiphon-load") == len(plans) - cuda_copy.BATCHES_IN_STEP
+    for plan in plans:
+        assert torch.equal(rank.blocks(*plan.block_ids), rank.blocks(1, 2))
+    rank.close()
+
+
+def test_a_step_begins_no_load_from_memory_that_is_not_registered(
+    server: FakeServer, clock: FakeClock, looker: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver would keep the host until such a copy is done."""
+    rank = Rank(server, clock)
+    rank.driver.refuses = lambda _address: True
+    rank.store(1, "a", 1)
+    wait_until(lambda: rank.side.take_news().stored == {1: 1})
+    threads = begun_by(rank, monkeypatch)
+    rank.load(look_up(looker, "a"), (20, 21))
+    wait_until(rank.received())
+    assert threads == ["antiphon-load"]
+    assert torch.equal(rank.blocks(20, 21), rank.blocks(1, 2))
+    rank.close()
+
+
+def test_a_preemption_does_not_wait_for_memory_to_be_registered(server: FakeServer, clock: FakeClock) -> None:
+    rank = Rank(server, clock)
+    is_inside, may_go = threading.Event(), threading.Event()
+    register = rank.driver.register
+
+    def slow(address: int, num_bytes: int) -> str | None:
+        is_inside.set()
+        assert may_go.wait(DEADLINE_S)
+        return register(address, num_bytes)
+
+    rank.driver.register = slow  # type: ignore[method-assign]
+    rank.store(1, "a", 1)
+    assert is_inside.wait(DEADLINE_S)
+    wait_until(lambda: any(one._wanted for one in rank.copier.pinning._arenas.values()))
+    stepping = threading.Thread(target=rank.side.begin_step, args=(StepPlan(preempted=["one"]),), daemon=True)
+    stepping.start()
+    stepping.join(2)
+    is_waiting = stepping.is_alive()
+    may_go.set()
+    stepping.join(DEADLINE_S)
+    assert not is_waiting
+    wait_until(lambda: rank.side.take_news().stored == {1: 1})
+    assert rank.copier._all_read is None, "nothing was gathered after the preemption"
+    rank.close()
+
+
+@pytest.mark.parametrize("bug", ["plan", "mark", "query"])
+def test_a_bug_in_a_load_of_a_step_is_reported(
+    server: FakeServer, clock: FakeClock, looker: FakeClient, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    rank = Rank(server, clock)
+    rank.side.engine_started()
+    rank.store(1, "a", 1)
+    wait_until(lambda: rank.side.take_news().stored == {1: 1})
+    wait_until(lambda: rank.copier.pinning.num_pinned_bytes == server.owner.data_bytes)
+    found = look_up(looker, "a")
+    if bug == "mark":
+        monkeypatch.setattr(rank.copier, "mark", lambda: 1 // 0)
+    if bug == "query":
+        monkeypatch.setattr(rank.device, "run_some", lambda: 1 // 0)
+    blocks = (20, 21, 22, 23) if bug == "plan" else (20, 21)
+    rank.load(found, blocks)  # more blocks than regions
+    wait_until(rank.received())
+    monkeypatch.undo()
+    assert rank.side.take_failed_blocks() == set(blocks)
+    assert rank.side.take_news().out_of_service is not None
+    assert rank.client.session is not None
+    assert rank.client.session.num_holds == 1
+    rank.close()
+
+
+def test_stores_whose_place_in_the_compute_is_not_known_end(
+    server: FakeServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(server, clock)
+    monkeypatch.setattr(rank.copier, "mark", lambda: 1 // 0)
+    rank.store(1, "a", 1)
+    assert rank.side.take_news().stored == {1: 1}
+    rank.close()

@@ -14,6 +14,7 @@ from antiphon.client.options import ClientOptions
 from antiphon.connector.copy import BlockCopier, layer_blocks
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.sessions import ENDED_MAX
+from antiphon.connector.start_watch import StartWatch
 from antiphon.connector.worker import NoReuse, WorkerSide
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.protocol import cache as calls
@@ -440,6 +441,60 @@ def test_a_load_goes_through_a_session_that_was_there_before_the_promise(bench: 
     wait_until(taken(bench, "received"))
     assert bench.side.take_failed_blocks() == {10, 11}
     assert bench.blocks(10, 11) == before
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_has_started_when_its_scheduler_side_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known without a step, as nobody may use the engine for long."""
+    bench = Bench()
+    starts: list[str] = []
+    monkeypatch.setattr(bench.copier, "engine_started", lambda: starts.append("started"))
+    bench.scheduler.lose()
+    bench.scheduler.all[0].dispose_if_due()
+    for _ in range(2):
+        bench.side._let_go()
+    assert not starts
+    bench.scheduler.connect(bench.server)
+    for _ in range(3):
+        bench.side._let_go()
+    assert starts == ["started"]
+    bench.step()
+    bench.side.engine_started()
+    assert starts == ["started"]
+    bench.close()
+
+
+def test_a_question_for_the_start_is_asked_once_and_may_fail(bench: Bench) -> None:
+    watch = StartWatch()
+    assert not watch.look(None)
+    session = bench.scheduler.session
+    assert session is not None
+    session.is_slow = lambda body: isinstance(body, calls.AskProcesses)
+    asked = bench.server.num_calls.get("AskProcesses", 0)
+    assert not watch.look(session)  # type: ignore[arg-type]
+    assert not watch.look(session)  # type: ignore[arg-type]
+    bench.scheduler.lose()
+    assert not watch.look(session)  # type: ignore[arg-type]
+    bench.scheduler.connect(bench.server)
+    assert watch.look(bench.scheduler.session)  # type: ignore[arg-type]
+    assert bench.server.num_calls["AskProcesses"] <= asked + 2
+
+
+@pytest.mark.parametrize("sign", ["step", "handshake"])
+def test_the_connector_sees_that_the_engine_has_started(
+    new_harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    harness = new_harness()
+    starts: list[str] = []
+    for side in harness.sides:
+        monkeypatch.setattr(side._copier, "engine_started", lambda: starts.append("started"))
+    if sign == "step":
+        harness.step()
+    else:
+        assert [worker.get_handshake_metadata() for worker in harness.workers] == [None]
+    assert starts == ["started"]
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -54,9 +54,9 @@ class Copier(Protocol):
     num_chunks_at_once: int
     """Chunks that one ``begin_store`` takes at most."""
 
-    num_chunks_in_step: int
-    """A load of as many chunks at most is begun in the step that asks for it, if ``can_begin_in_step``: handing it to
-    another thread would take longer."""
+    num_batches_in_step: int
+    """Of ``num_chunks_at_once`` chunks, or the rest of a load: as many at most are begun by a step itself, of all its
+    loads, if ``can_begin_in_step``. Handing a short load to another thread would take longer."""
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +67,11 @@ class Copier(Protocol):
         """Bytes of a block, by layer."""
 
     def can_begin_in_step(self, parts: Sequence[Part]) -> bool:
-        """Whether ``begin_load`` waits for nothing."""
+        """Whether ``prepare`` and ``begin_load`` wait for nothing."""
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Makes memory of the arena ready for copies that are begun next. May wait for seconds: who calls it holds
+        nothing that a step waits for."""
 
     def mark(self) -> Mark | None:
         """The place that the engine's compute has reached, in the thread that launches it; None where it is done."""
@@ -98,6 +102,9 @@ class Copier(Protocol):
 
     def arena_mapped(self, arena: ArenaMapping) -> None:
         """This process has mapped an arena. Never waits."""
+
+    def engine_started(self) -> None:
+        """The engine has captured its CUDA graphs, so that work in the background may begin. Never waits."""
 
     def close(self) -> None:
         """Ends what runs in the background. Nothing is copied any more."""

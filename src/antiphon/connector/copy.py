@@ -85,7 +85,7 @@ class BlockCopier:
 
     num_chunks_at_once = 1
     """Who must wait for a store waits for one chunk."""
-    num_chunks_in_step = 0
+    num_batches_in_step = 0
 
     def __init__(self, layers: tuple[LayerBlocks, ...], blocks_per_chunk: int) -> None:
         self.layers = layers
@@ -105,6 +105,9 @@ class BlockCopier:
     def can_begin_in_step(self, parts: Sequence[Part]) -> bool:
         """The copy itself would be waited for."""
         return False
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Any memory will do."""
 
     def mark(self) -> Mark | None:
         """A CPU engine's compute is done when it returns."""
@@ -127,6 +130,9 @@ class BlockCopier:
 
     def arena_mapped(self, arena: ArenaMapping) -> None:
         """Any memory will do."""
+
+    def engine_started(self) -> None:
+        """Nothing runs in the background."""
 
     def close(self) -> None:
         """Nothing runs in the background."""

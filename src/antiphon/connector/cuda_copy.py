@@ -14,6 +14,8 @@ Always true:
   also on a producer, whose freed blocks vLLM does not keep from steps in flight.
 - After ``hold_compute`` no compute that is launched later overwrites a block before a begun store has read it.
 - If beginning fails, what was begun has ended before the error is raised.
+- Beginning a copy does not wait for memory to be registered; ``prepare`` does. What is not registered then is copied as
+  any memory: the driver keeps the host while it does that.
 
 ``Device`` is what of torch it needs: ``cuda_device.TorchDevice``.
 """
@@ -37,7 +39,7 @@ STAGING_BYTES = 128 << 20
 """Of each of the two pieces of a direction, or one chunk where that is more."""
 
 BATCHES_IN_STEP = 2
-"""Pieces of staging memory that a step fills itself, half a millisecond of launches."""
+"""Pieces of staging memory that a step fills itself, for all its loads: half a millisecond to two of launches."""
 
 
 class Event(Protocol):
@@ -139,7 +141,7 @@ class CudaCopier:
         self._head_bytes = paged.slab_words(self._chunk_tokens) * WORD_BYTES
         self.slab_bytes = layout.num_heads * self._head_bytes
         self.num_chunks_at_once = max(1, STAGING_BYTES // self.slab_bytes)
-        self.num_chunks_in_step = BATCHES_IN_STEP * self.num_chunks_at_once
+        self.num_batches_in_step = BATCHES_IN_STEP
         self._paged, self._mover, self._device = paged, mover, device
         self.pinning = pinning
         num_words = self.num_chunks_at_once * self.slab_bytes // WORD_BYTES
@@ -160,6 +162,10 @@ class CudaCopier:
     def can_begin_in_step(self, parts: Sequence[Part]) -> bool:
         """Whether all memory of the arena that these need is registered."""
         return self.pinning.is_ready(self._spans(parts))
+
+    def prepare(self, parts: Sequence[Part]) -> None:
+        """Waits until the driver was asked to register the memory of the arena that these need."""
+        self.pinning.prepare(self._spans(parts))
 
     def mark(self) -> Mark:
         """The place that compute has reached."""
@@ -233,7 +239,7 @@ class CudaCopier:
     def _cross(self, lane: _Lane, chunks: list[Part], piece: _Piece, *, is_load: bool) -> None:
         """The copies of a batch over the bus, few and large: chunks that lie next to each other in one."""
         pairs = []
-        for span in self.pinning.prepared(joined(self._spans(chunks))):
+        for span in self.pinning.cut(joined(self._spans(chunks))):
             near = piece.octets[span.place : span.place + span.num_bytes]
             far = self._device.host(span.address, span.num_bytes)
             pairs.append((near, far) if is_load else (far, near))
@@ -261,11 +267,15 @@ class CudaCopier:
 
     def store(self, slab_address: int, block_ids: Sequence[int]) -> None:
         """As ``Copier.store``."""
-        self.begin_store([Part(slab_address, tuple(block_ids))], self.mark()).wait()
+        parts = [Part(slab_address, tuple(block_ids))]
+        self.prepare(parts)
+        self.begin_store(parts, self.mark()).wait()
 
     def load(self, slab_address: int, skip_blocks: int, block_ids: Sequence[int]) -> None:
         """As ``Copier.load``."""
-        self.begin_load([Part(slab_address, tuple(block_ids), skip_blocks)], self.mark()).wait()
+        parts = [Part(slab_address, tuple(block_ids), skip_blocks)]
+        self.prepare(parts)
+        self.begin_load(parts, self.mark()).wait()
 
     def read_block(self, block_id: int) -> list[bytes]:
         """As ``Copier.read_block``."""
@@ -281,8 +291,13 @@ class CudaCopier:
         return self._paged.expected_slab(tensor_blocks(block_ids, 0, self.blocks_per_chunk, fold))
 
     def arena_mapped(self, arena: ArenaMapping) -> None:
-        """Its memory is registered in the background."""
+        """Its memory is registered in the background, once the engine has started."""
         self.pinning.add(arena)
 
+    def engine_started(self) -> None:
+        """As ``Copier.engine_started``."""
+        self.pinning.begin()
+
     def close(self) -> None:
-        """The arenas take their memory back as they are unmapped."""
+        """The arenas take their memory back as they are unmapped, also if the engine has not started."""
+        self.pinning.begin()

@@ -42,6 +42,7 @@ from antiphon.connector.options import SchedulerOptions
 from antiphon.connector.plan import LoadPlan, StepPlan, WorkerNews
 from antiphon.connector.scheduler import SchedulerSide
 from antiphon.connector.settings import ConnectorSettings, read_settings
+from antiphon.connector.start_watch import SCHEDULER_ROLE
 from antiphon.connector.worker import NoReuse, WorkerSide
 from antiphon.core.errors import AntiphonError, LayoutMismatch
 
@@ -132,7 +133,7 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start_scheduler(self, facts: EngineFacts) -> None:
         settings = self._settings
-        client = self._new_client(facts, "scheduler", (), needs_arena=False)
+        client = self._new_client(facts, SCHEDULER_ROLE, (), needs_arena=False)
         options = SchedulerOptions(
             engine=facts.engine,
             incarnation=facts.incarnation,
@@ -341,6 +342,15 @@ class AntiphonConnector(KVConnectorBase_V1, SupportsHMA):
             log.info("KV reuse is on, gate passed %s (cache server: %s)", result.detail, client.state)
         else:
             self.out_of_service = f"the gate failed: {result.detail}"
+
+    def get_handshake_metadata(self) -> None:
+        """Nothing to hand over. vLLM asks when its workers have warmed up and captured their CUDA graphs."""
+        self._engine_started()
+
+    @guarded(_nothing)
+    def _engine_started(self) -> None:
+        if self._worker is not None:
+            self._worker.engine_started()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Before any block is overwritten in this step."""

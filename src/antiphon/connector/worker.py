@@ -33,6 +33,7 @@ from antiphon.client.session import Session
 from antiphon.connector.copier import Copier, Copying, Mark, Part
 from antiphon.connector.plan import LoadPlan, StepPlan, StorePlan, WorkerNews
 from antiphon.connector.sessions import Sessions
+from antiphon.connector.start_watch import StartWatch
 from antiphon.core.errors import AntiphonError
 from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import cache as calls
@@ -142,6 +143,7 @@ class WorkerSide:
         self._slab_offset = slab * copier.slab_bytes
         self._slabs = (slab,) if slabs is None else slabs
         self._sessions = Sessions(now_s)
+        self._start_watch = StartWatch()
         self._quiet = QuietLog(log, now_s)
         self._note: calls.EngineNote | None = None
         self._failure: str | None = None
@@ -183,6 +185,12 @@ class WorkerSide:
         if self._note is not None:
             session.submit(self._note)
 
+    def engine_started(self) -> None:
+        """The engine has captured its CUDA graphs. It may be known."""
+        if not self._start_watch.has_started:
+            self._start_watch.has_started = True
+            self._copier.engine_started()
+
     def fail(self, reason: str) -> None:
         """A bug was met: nothing is stored any more, and server and scheduler side are told. The first reason counts.
 
@@ -219,10 +227,12 @@ class WorkerSide:
     def begin_step(self, plan: StepPlan) -> None:
         """Before any block is overwritten: copies out of the blocks of preempted requests end.
 
+        With the first step the engine has started: vLLM hides what it runs to warm up and to capture from connectors.
         What the plan awaits is noted here, as this part comes in every step: vLLM 0.26 leaves ``start_stores`` out of a
         step without a forward. A finished request has no store in the same plan.
         """
         self._is_in_step = True
+        self.engine_started()
         with self._lock:
             self._awaited.update(plan.finished)
         if plan.cancel_stores:
@@ -233,21 +243,30 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """The loads of this step; none of their blocks is touched by the step's own compute."""
-        after = self._copier.mark() if plan.loads else None
+        after: Mark | None = None
+        num_left = self._copier.num_batches_in_step
         for load in plan.loads:
-            job = LoadJob(load, after)
+            job = LoadJob(load)
+            num_batches = -(-len(load.regions) // self._copier.num_chunks_at_once)
             with self._lock:
                 is_first = all(other.copying is not None for other in self._loading)
                 self._loading.append(job)
-            if not (is_first and self._begin_in_step(job)):
+            try:
+                job.after = after = after or self._copier.mark()
+                is_begun = is_first and num_batches <= num_left and self._begin_in_step(job)
+            except Exception as error:  # supervised: as in ``_run_load``
+                self._load_failed(error)
+                self._end_load(job, is_loaded=False)
+                continue
+            if is_begun:
+                num_left -= num_batches
+            else:
                 self._loads.put(job)
         # Not before: these loads may need a session that none of a later plan does.
         self._promised, self._planned_s = plan.incarnation, plan.made_at_s
 
     def _begin_in_step(self, job: LoadJob) -> bool:
-        """Begins a short load that waits for nothing. Returns whether it did. The load thread has none to begin."""
-        if len(job.plan.regions) > self._copier.num_chunks_in_step:
-            return False
+        """Begins a load that waits for nothing. Returns whether it did. The load thread has none to begin."""
         session = self._sessions.borrow(job.plan.incarnation, job.plan.promised_at_s)
         if session is None:
             return False
@@ -263,7 +282,13 @@ class WorkerSide:
 
     def start_stores(self, plan: StepPlan) -> None:
         """The stores of this step, whose chunks the forward has completed."""
-        after = self._copier.mark() if plan.stores else None
+        try:
+            after = self._copier.mark() if plan.stores else None
+        except Exception as error:  # supervised: as in ``_run_store``
+            self._quiet.error("store", "stores failed", error)
+            with self._lock:
+                self._news.stored.update((store.job, 1) for store in plan.stores)
+            return
         for store in plan.stores:
             job = StoreJob(store, after)
             with self._lock:
@@ -308,9 +333,10 @@ class WorkerSide:
             self._let_go()
 
     def _run_load(self, job: LoadJob) -> None:
-        is_begun = False
+        is_begun = is_done = False
         try:
             is_begun = self._load(job)
+            is_done = job.copying is not None and job.copying.is_done
         except AntiphonError as error:
             message = f"chunks of a request were not loaded, and are computed: {error}"
             self._quiet.warning(f"load: {type(error).__name__}", message)
@@ -318,7 +344,7 @@ class WorkerSide:
             self._load_failed(error)
         if not is_begun:
             self._end_load(job, is_loaded=False)
-        elif job.copying is not None and job.copying.is_done:
+        elif is_done:
             self._end_load(job, is_loaded=True)
 
     def _load_failed(self, error: Exception) -> None:
@@ -353,6 +379,8 @@ class WorkerSide:
             session.unhold()
 
     def _let_go(self) -> None:
+        if not self._start_watch.has_started and self._start_watch.look(self._client.session):
+            self.engine_started()
         # What is known of plans is read first: their loads are then among those that are queued.
         promised, planned_s, is_idle = self._promised, self._planned_s, not self._is_in_step
         with self._lock:
@@ -368,7 +396,9 @@ class WorkerSide:
             self._quiet.warning("no session", f"{message}: they are computed")
             return False
         job.session = session
-        job.copying = self._copier.begin_load(self._parts_of(session, load), job.after)
+        parts = list(self._parts_of(session, load))
+        self._copier.prepare(parts)
+        job.copying = self._copier.begin_load(parts, job.after)
         return True
 
     def _parts_of(self, session: Session, load: LoadPlan) -> Iterator[Part]:
@@ -435,13 +465,13 @@ class WorkerSide:
         begun: list[tuple[int, Copying]] = []
         try:
             for first in range(0, len(grants), at_once):
+                parts = list(self._parts_out(session, job, grants[first : first + at_once]))
+                if not job.is_cancelled:
+                    self._copier.prepare(parts)  # before the lock, for which a step may wait
                 with job.copying:
                     if job.is_cancelled:
                         break
-                    batch = grants[first : first + at_once]
-                    begun.append(
-                        (len(batch), self._copier.begin_store(self._parts_out(session, job, batch), job.after))
-                    )
+                    begun.append((len(parts), self._copier.begin_store(parts, job.after)))
         finally:
             for num_chunks, copying in begun:
                 copying.wait()
