@@ -1,222 +1,35 @@
-"""What every measurement on a GPU machine uses: processes, requests, medians, and the table and JSON at the end.
-
-Standard library only, so that it runs with whatever Python has PyTorch. Every process that is started here is ended
-here, with its children; everything listens on loopback.
-"""
+"""Requests to engines and cache servers, medians, and the table and JSON at the end. Standard library only."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 300.0
+from processes import Failed, Process, get, say
+
 REQUEST_TIMEOUT_S = 180.0
+REGISTER_TIMEOUT_S = 90.0
 LIVELY = ("--worker-extension-cls", "lively_weights.LivelyWeights")
 """For an engine whose tokens depend on its KV."""
 KV_BYTES_PER_TOKEN = 32 * 8 * 2 * 128 * 2
 """Of the 8B shape in bf16: layers, KV heads, K and V, elements of a head, bytes."""
-FATAL = re.compile(r"Engine core initialization failed|EngineCore encountered a fatal error|EngineDeadError")
-
-
-def say(text: str) -> None:
-    """To standard output, at once."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-class Failed(Exception):
-    """The measurement cannot go on; the message says why."""
-
-
-class OutOfTime(Exception):
-    """Neither this measurement nor those after it can go on."""
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Paths:
-    """Where things are.
-
-    Args:
-        site: folder with vLLM and its packages, in front of the ones of the machine; None where they are installed.
-        source: folder with Antiphon's source, in front of an installed one; None for the installed one.
-        model: folder with ``config.json`` and perhaps a tokenizer.
-        out: logs and figures.
-    """
-
-    site: Path | None
-    source: Path | None
-    model: Path
-    out: Path
-
-    def environment(self) -> dict[str, str]:
-        """For processes."""
-        parts = [str(part.resolve()) for part in (self.source, self.site, Path(__file__).parent) if part is not None]
-        return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*parts, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONHASHSEED": "0",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        }
-
-
-@dataclass
-class Process:
-    """A child with a log; ``end`` ends its whole session."""
-
-    name: str
-    port: int
-    child: subprocess.Popen[bytes]
-    log: Path
-
-    def check(self) -> None:
-        """Raises Failed where it has ended or its log says that it will not go on."""
-        text = self.log.read_text(errors="replace")
-        if self.child.poll() is not None or FATAL.search(text):
-            reason = "\n".join(line for line in text.splitlines() if "ERROR" in line or "Error" in line)[-3000:]
-            raise Failed(f"{self.name} has failed:\n{reason or text[-3000:]}")
-
-    def check_reuse(self, num_workers: int = 1) -> None:
-        """Of an engine that is ready: raises Failed where the connector has not turned reuse on in each worker."""
-        text = self.log.read_text(errors="replace")
-        if text.count("KV reuse is on") < num_workers:
-            lines = [line for line in text.splitlines() if "antiphon" in line.lower() or "reuse" in line]
-            raise Failed(f"the gate has not passed, see {self.log}:\n" + "\n".join(lines[-20:]))
-
-    def cpu_s(self) -> float:
-        """Seconds of processor time that it has used, without its children."""
-        fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def end(self) -> None:
-        """Ends it, at last by force."""
-        for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-            try:
-                os.killpg(self.child.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self.child.wait(wait_s)
-            except subprocess.TimeoutExpired:
-                continue
-        self.child.wait(5.0)
-
-
-@dataclass
-class Stack:
-    """The processes of one measurement, ended when the block is left.
-
-    Args:
-        checkpoint: folder with weights that engines load; None for random ones in the model's shape.
-    """
-
-    paths: Paths
-    processes: list[Process] = field(default_factory=list)
-    checkpoint: Path | None = None
-
-    def __enter__(self) -> Stack:
-        return self
-
-    def __exit__(self, *_unused: object) -> None:
-        for process in reversed(self.processes):
-            process.end()
-
-    def start(self, name: str, port: int, argv: Sequence[str], **environment: str) -> Process:
-        """Starts a Python module in a session of its own."""
-        log = self.paths.out / f"{name}.log"
-        with log.open("wb") as sink:
-            child = subprocess.Popen(
-                [sys.executable, "-m", *argv],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**self.paths.environment(), **environment},
-                start_new_session=True,
-            )
-        process = Process(name, port, child, log)
-        self.processes.append(process)
-        return process
-
-    def cache_server(self, port: int, size_gb: float) -> Process:
-        """A cache server; its page is one port above."""
-        argv = ("antiphon", "cache-server", "--port", str(port), "--http-port", str(port + 1))
-        more = ("--l1-size-gb", f"{size_gb:g}", "--instance-id", f"gpu-{port}", "--runtime-dir", "/tmp/antiphon-gpu")
-        return self.start(f"cache-{port}", port + 1, (*argv, *more))
-
-    def engine(self, name: str, port: int, transfer: dict[str, Any] | None, *args: str, **environment: str) -> Process:
-        """A vLLM engine with random weights in the model's shape, or with the checkpoint's."""
-        model, load_format = (self.paths.model, "dummy") if self.checkpoint is None else (self.checkpoint, "auto")
-        argv = [
-            "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
-            "--host", "127.0.0.1", "--port", str(port), "--load-format", load_format, "--generation-config", "vllm",
-            "--max-model-len", "40960", "--uvicorn-log-level", "warning", *args,
-        ]  # fmt: skip
-        if transfer is not None:
-            argv += ["--kv-transfer-config", json.dumps(transfer)]
-        return self.start(name, port, argv, **environment)
-
-    def router(self, name: str, port: int, *args: str) -> Process:
-        """A router; ready at ``/readiness``."""
-        return self.start(name, port, ("antiphon", "router", "--port", str(port), "--log-level", "warning", *args))
-
-    def wait_ready(self, processes: Iterable[Process], path: str = "/health") -> None:
-        """Until each answers. Raises Failed where one has failed, or at the deadline."""
-        until_s = time.monotonic() + START_TIMEOUT_S
-        for process in processes:
-            while True:
-                try:
-                    if get(process.port, path)[0] == 200:
-                        break
-                except OSError:
-                    pass
-                process.check()
-                if time.monotonic() > until_s:
-                    raise Failed(f"{process.name} was not ready within {START_TIMEOUT_S:g} s")
-                time.sleep(0.5)
-
-
-def antiphon(port: int, role: str = "kv_both", **extra: object) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` of an engine beside the cache server on ``port``."""
-    return {
-        "kv_connector": "AntiphonConnector",
-        "kv_connector_module_path": "antiphon.connector.vllm_connector",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"antiphon.host": "127.0.0.1", "antiphon.port": port, **extra},
-    }
+CHUNK = 256
+"""Tokens of a chunk of the cache server."""
+TOP = 5
+"""Tokens whose logarithms of probability are asked for at each place."""
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
-
-
-def get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
-    """Status and text."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
-    finally:
-        connection.close()
 
 
 def metric(port: int, name: str, label: str = "") -> float:
@@ -224,6 +37,11 @@ def metric(port: int, name: str, label: str = "") -> float:
     lines = get(port, "/metrics")[1].splitlines()
     found = [line for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line) and label in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def device_hits(port: int) -> float:
+    """Tokens that came from the engine's own cache."""
+    return metric(port, "vllm:prefix_cache_hits_total")
 
 
 def external_hits(port: int) -> float:
@@ -236,14 +54,35 @@ def num_chunks(cache: Process) -> int:
     return int(json.loads(get(cache.port, "/status")[1])["storage_manager"]["l1_manager"]["total_object_count"])
 
 
-def wait_stored(cache: Process, at_least: int, quiet_s: float = 1.0) -> None:
-    """Until the server holds that many chunks, or their number has not changed for a while: it may be full."""
-    number, since_s = num_chunks(cache), time.monotonic()
+def num_stored(cache: Process) -> int:
+    """Chunks that were stored since the cache server began, also those that were evicted again."""
+    return int(metric(cache.port, "antiphon_cache_stored_chunks_total"))
+
+
+def wait_stored(cache: Process, at_least: int, quiet_s: float = 1.0) -> int:
+    """Until ``num_stored`` is that high, or has not changed for a while; returns it."""
+    number, since_s = num_stored(cache), time.monotonic()
     while number < at_least and time.monotonic() - since_s < quiet_s:
         time.sleep(0.05)
-        now = num_chunks(cache)
+        now = num_stored(cache)
         if now != number:
             number, since_s = now, time.monotonic()
+    return number
+
+
+def wait_registered(report: Report, *engines: Process) -> float:
+    """Until the drivers of engines that are ready know all of the arena, before which loads and stores are slower.
+
+    Notes the seconds waited, and misses where it does not come about.
+    """
+    began_s = time.monotonic()
+    while not all(engine.is_registered() for engine in engines) and time.monotonic() - began_s < REGISTER_TIMEOUT_S:
+        for engine in engines:
+            engine.check()
+        time.sleep(0.1)
+    waited_s, is_met = time.monotonic() - began_s, all(engine.is_registered() for engine in engines)
+    report.note("waited until the arena was registered, s", waited_s, f"{waited_s:.0f} s", is_met=is_met)
+    return waited_s
 
 
 def reset(port: int, query: str = "", timeout_s: float = 20.0) -> None:
@@ -272,12 +111,16 @@ class Answer:
         tokens: their ids.
         times_s: of each event, from sending the request; a busy engine puts several tokens into one.
         num_tokens: of a stream.
+        top: for each token, the likeliest ones there with the logarithm of their probability; where asked for.
+        sent_s: when it was sent, by ``time.perf_counter``.
     """
 
     tokens: list[int]
     times_s: list[float]
     params: dict[str, Any] | None = None
     num_tokens: int = 0
+    top: list[dict[int, float]] = field(default_factory=list)
+    sent_s: float = 0.0
 
 
 def ask(port: int, ids: list[int], max_tokens: int = 16, **fields: object) -> Answer:
@@ -296,7 +139,18 @@ def ask(port: int, ids: list[int], max_tokens: int = 16, **fields: object) -> An
     if answer.status != 200:
         raise Failed(f"{answer.status}: {text[:500]!r}")
     found = json.loads(text)
-    return Answer(list(found["choices"][0]["token_ids"]), [], found.get("kv_transfer_params"))
+    choice = found["choices"][0]
+    rows = (choice.get("logprobs") or {}).get("top_logprobs") or []
+    top = [{int(name.removeprefix("token_id:")): float(value) for name, value in row.items()} for row in rows]
+    return Answer(list(choice["token_ids"]), [], found.get("kv_transfer_params"), top=top)
+
+
+def ask_top(port: int, ids: list[int], max_tokens: int = 16, **fields: object) -> Answer:
+    """As ``ask``, with the likeliest tokens at each place. Raises Failed where the engine does not say them."""
+    found = ask(port, ids, max_tokens, logprobs=TOP, return_tokens_as_token_ids=True, **fields)
+    if len(found.top) != len(found.tokens) or any(len(one) < TOP for one in found.top):
+        raise Failed(f"{len(found.tokens)} tokens came with the likeliest ones of {[len(one) for one in found.top]}")
+    return found
 
 
 def stream_body(ids: list[int], max_tokens: int, **fields: object) -> bytes:
@@ -307,26 +161,23 @@ def stream_body(ids: list[int], max_tokens: int, **fields: object) -> bytes:
     ).encode()  # fmt: skip
 
 
-def stream(port: int, ids: list[int], max_tokens: int, leave_after_s: float | None = None, **fields: object) -> Answer:
-    """A greedy completion as a stream, with the time of each token; given up after ``leave_after_s``."""
-    return send(port, stream_body(ids, max_tokens, **fields), leave_after_s)
+def stream(port: int, ids: list[int], max_tokens: int, **fields: object) -> Answer:
+    """A greedy completion as a stream, with the time of each token."""
+    return send(port, stream_body(ids, max_tokens, **fields))
 
 
-def send(port: int, body: bytes, leave_after_s: float | None = None) -> Answer:
-    """As ``stream``, of a body that is made."""
+def send(port: int, body: bytes, leave: threading.Event | None = None) -> Answer:
+    """As ``stream``, of a body that is made; given up at the first token after ``leave`` is set."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     times_s: list[float] = []
     num_tokens = 0
     began_s = time.perf_counter()
     try:
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        if leave_after_s is not None:
-            time.sleep(leave_after_s)
-            return Answer([], [])
         answer = connection.getresponse()
         if answer.status != 200:
             raise Failed(f"{answer.status}: {answer.read()[:500]!r}")
-        while line := answer.readline():
+        while (leave is None or not leave.is_set()) and (line := answer.readline()):
             if not line.startswith(b"data: {"):
                 continue
             now_s = time.perf_counter() - began_s
@@ -336,7 +187,19 @@ def send(port: int, body: bytes, leave_after_s: float | None = None) -> Answer:
                 times_s.append(now_s)
     finally:
         connection.close()
-    return Answer([], times_s, num_tokens=num_tokens)
+    return Answer([], times_s, num_tokens=num_tokens, sent_s=began_s)
+
+
+def send_and_leave(port: int, body: bytes, request: str, is_time: Callable[[], bool]) -> None:
+    """Sends a request under that id, and hangs up when it is time, before any answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
+    try:
+        headers = {"content-type": "application/json", "x-request-id": request}
+        connection.request("POST", "/v1/completions", body, headers)
+        while not is_time():
+            time.sleep(0.001)
+    finally:
+        connection.close()
 
 
 def ttft_ms(port: int, ids: list[int]) -> float:
@@ -345,9 +208,15 @@ def ttft_ms(port: int, ids: list[int]) -> float:
 
 
 def at_once(jobs: Sequence[Callable[[], Any]], concurrency: int) -> list[Any]:
-    """The results, in order; at most ``concurrency`` run at a time."""
-    with ThreadPoolExecutor(concurrency) as pool:
-        return [one.result() for one in [pool.submit(job) for job in jobs]]
+    """The results, in order; at most ``concurrency`` run at a time. After an error nothing is waited for."""
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        found = [one.result() for one in [pool.submit(job) for job in jobs]]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return found
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -373,6 +242,10 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.figures |= {"good": False, "failure": "it has not ended"}
+        self._write()  # figures of an earlier run are not taken for this one's
 
     def note(self, name: str, value: Any, shown: str = "", limit: str = "", is_met: bool | None = None) -> None:
         """One figure, with a line in the table where ``shown`` is given."""
@@ -403,21 +276,3 @@ class Report:
             say(f"FAILED: {failure}")
         say(f"{self.figures['seconds']} s, figures in {path}")
         return is_good
-
-
-def machine() -> dict[str, str]:
-    """Versions and GPU, as far as they can be told."""
-    found = {"python": sys.version.split()[0], "cpus": str(os.cpu_count())}
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        found["gpus"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError as error:
-        found["gpus"] = f"none: {error}"
-    for package in ("torch", "triton", "vllm", "nixl"):
-        try:
-            from importlib.metadata import version
-
-            found[package] = version(package)
-        except ImportError:
-            found[package] = "none"
-    return found

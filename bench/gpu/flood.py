@@ -7,10 +7,10 @@ prompts that the decode engine serves alone. Measured are theirs: without a floo
 from __future__ import annotations
 
 import json
-from concurrent.futures import ProcessPoolExecutor
 
 import traffic
-from common import KV_BYTES_PER_TOKEN, Failed, Process, Report, Stack, get, metric, reset, say
+from common import KV_BYTES_PER_TOKEN, Report, metric, reset
+from processes import Failed, Process, Stack, client_processes, get, say
 from traffic import CLIENTS, Planned, Run
 
 ADMISSION_PORT, PLAIN_PORT = 18_912, 18_913
@@ -34,7 +34,7 @@ def measure(stack: Stack, report: Report, engines: dict[str, Process]) -> None:
     if is_on != {"admission": True, "no admission": False}:
         raise Failed(f"the admission is {is_on}")
     found: dict[str, Run] = {}
-    with ProcessPoolExecutor(CLIENTS) as clients:
+    with client_processes(CLIENTS) as clients:
         for router in routers.values():
             traffic.run(clients, router, warm(2.0) + cold(2), 301)
         plans = (("no flood", "admission", 0, QUIET_S), ("flood, admission", "admission", COLD, WINDOW_S),

@@ -1,25 +1,29 @@
 """All that needs two engines, on one start: ``pd``, ``pd_load``, ``flood`` and ``restart``.
 
 Two GPUs, an engine on each, NIXL and Antiphon in ``MultiConnector``, both able to prefill and to decode; one cache
-server. A part that fails does not keep the next from being measured. The weights are those whose tokens depend on the
-KV; they take the same time.
+server. A part that fails does not keep the next from being measured; each writes ``pair-PART.json``, and the start
+``pair-start.json``. The weights are those whose tokens depend on the KV; they take the same time.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flood
 import pd
 import pd_load
 import restart
-from common import KV_BYTES_PER_TOKEN, LIVELY, Failed, OutOfTime, Process, Report, Stack, machine, say
+from common import KV_BYTES_PER_TOKEN, LIVELY, Report, wait_registered
+from processes import Failed, OutOfTime, Process, Stack, machine, need_gpus, say
 
 PARTS = ("pd", "load", "flood", "restart")
 KV_TOKENS = 400_000
 ARENA_GB = 48
+PD_PROMPTS = 2
+TIMED = ("load", "flood")
+"""Parts whose figures would show that the engines still register the arena."""
 ARGS = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.6", *LIVELY)
 AGAIN_TOKENS = 100_000
 AGAIN_ARGS = (
@@ -28,13 +32,11 @@ AGAIN_ARGS = (
 """Of the restarted engine, which finds another one on its GPU."""
 
 
-def run(stack: Stack, report: Report, parts: tuple[str, ...] = PARTS) -> None:
-    """The parts, in order. Raises Failed at the end where one of them has failed."""
-    if unknown := set(parts) - set(PARTS):
-        raise Failed(f"there is no part {', '.join(sorted(unknown))}: {', '.join(PARTS)}")
-    num_gpus = len(machine()["gpus"].splitlines())
-    if num_gpus < 2:
-        raise Failed(f"two GPUs are needed, {num_gpus} is there")
+def run(stack: Stack, report: Report, parts: Sequence[str] = PARTS) -> None:
+    """The parts, in order. Raises Failed at the end where one of them has failed or missed a limit."""
+    assert set(parts) <= set(PARTS)
+    need_gpus(2)
+    reports = {part: Report(f"pair-{part}", report.out) for part in PARTS if part in parts}
     began_s = time.monotonic()
     cache = stack.cache_server(pd.CACHE_PORT, ARENA_GB)
     stack.wait_ready([cache], "/status")
@@ -45,35 +47,39 @@ def run(stack: Stack, report: Report, parts: tuple[str, ...] = PARTS) -> None:
     stack.wait_ready(engines.values())
     for engine in engines.values():
         engine.check_reuse()
-    report.note("engines ready, s", time.monotonic() - began_s, f"{time.monotonic() - began_s:.0f} s")
-    measure(stack, report, cache, engines, parts)
+    took_s = time.monotonic() - began_s
+    report.note("engines ready, s", took_s, f"{took_s:.0f} s")
+    for part in reports.values():
+        part.note("machine", machine())
+        part.note("engines ready, s", took_s)
+    measure(stack, reports, cache, engines)
 
 
-def measure(
-    stack: Stack, report: Report, cache: Process, engines: dict[str, Process], parts: tuple[str, ...] = PARTS
-) -> None:
-    """With the engines there."""
+def measure(stack: Stack, reports: dict[str, Report], cache: Process, engines: dict[str, Process]) -> None:
+    """With the engines there: the parts that have a report."""
     both = pd.both("kv_both")
-    steps: dict[str, Callable[[], None]] = {
-        "pd": lambda: pd.measure(report, cache, list(engines.values()), (2_064, 8_208), 2),
-        "load": lambda: pd_load.measure(stack, report, engines),
-        "flood": lambda: flood.measure(stack, report, engines),
-        "restart": lambda: restart.measure(stack, report, cache, engines["D"], both, *AGAIN_ARGS),
+    steps: dict[str, Callable[[Report], None]] = {
+        "pd": lambda report: pd.measure(report, cache, list(engines.values()), pd.LENGTHS, PD_PROMPTS),
+        "load": lambda report: pd_load.measure(stack, report, engines),
+        "flood": lambda report: flood.measure(stack, report, engines),
+        "restart": lambda report: restart.measure(stack, report, cache, engines["D"], both, *AGAIN_ARGS),
     }
-    failures = []
-    for part in PARTS:
-        if part not in parts:
-            continue
-        began_s = time.monotonic()
+    bad = []
+    for part, report in reports.items():
         say(f"{part}:")
+        report.began_s = time.monotonic()
+        failure = None
         try:
-            steps[part]()
-        except OutOfTime:
+            if part in TIMED:
+                wait_registered(report, *engines.values())
+            steps[part](report)
+        except OutOfTime as error:
+            report.close(str(error))
             raise
         except Exception as error:  # supervised: the next part is measured, and the failure told at the end
-            failures.append(f"{part}: {error!r}")
             say(traceback.format_exc())
-            report.note(f"{part} has failed", repr(error))
-        report.note(f"{part}, s", time.monotonic() - began_s, f"{time.monotonic() - began_s:.0f} s")
-    if failures:
-        raise Failed("; ".join(failures))
+            failure = repr(error)
+        if not report.close(failure):
+            bad.append(f"{part}: {failure or 'a limit was missed'}")
+    if bad:
+        raise Failed("; ".join(bad))

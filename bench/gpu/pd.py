@@ -10,29 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from answers import is_explained, is_same
 from common import (
+    CHUNK,
     KV_BYTES_PER_TOKEN,
     LIVELY,
-    Failed,
-    Process,
+    Answer,
     Report,
-    Stack,
-    antiphon,
     ask,
+    ask_top,
     external_hits,
-    machine,
-    num_chunks,
+    num_stored,
     prompt,
     reset,
     wait_stored,
 )
+from processes import Failed, Process, Stack, antiphon, machine
 
 CACHE_PORT, P_PORT, D_PORT = 16_900, 18_900, 18_901
 KV_TOKENS = 100_000
 LENGTHS = (2_064, 8_208, 32_784)
 PROMPTS = 3
 NEW_TOKENS = 16
-CHUNK = 256
 TO_P = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -80,36 +79,41 @@ def both(role: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def handed_over(ids: list[int], salt: str) -> list[int]:
-    """The tokens of D, with KV from P."""
+def handed_over(ids: list[int], salt: str) -> Answer:
+    """The answer of D, with KV from P."""
     params = ask(P_PORT, ids, 1, cache_salt=salt, kv_transfer_params=TO_P).params
     if not params:
         raise Failed("P gave nothing to hand over")
-    return ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt, kv_transfer_params=params).tokens
+    return ask_top(D_PORT, ids, NEW_TOKENS, cache_salt=salt, kv_transfer_params=params)
 
 
 def visit(cache: Process, ids: list[int], salt: str) -> dict[str, bool]:
-    """Whether each way gave the tokens of its like without L1, and took them from where it should.
+    """Whether each way gave the answer of its like without L1, and took its KV from where it should.
 
-    Alike are ways that compute the same tokens in the same pieces on the same engine from KV that the same engine
-    computed: kernels that an engine tunes at its start make the last bits its own.
+    D that takes L1 computes the same tokens in the same pieces as from its own memory: the same answer. P computes a
+    prompt as a whole, or 16 tokens of it after a load: its KV differs in the last bits, so that D's tokens are
+    explained by them (``answers``).
     """
     wanted = len(ids) // CHUNK * CHUNK
-    before = num_chunks(cache)
-    alone = ask(D_PORT, ids, NEW_TOKENS, cache_salt=f"{salt}-alone").tokens
+    before = num_stored(cache)
+    alone = ask_top(D_PORT, ids, NEW_TOKENS, cache_salt=f"{salt}-alone")
     wait_stored(cache, before + wanted // CHUNK)
     pulled = handed_over(ids, salt)
-    again = ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt).tokens  # what was pulled is in D's own cache
+    again = ask_top(D_PORT, ids, NEW_TOKENS, cache_salt=salt)  # what was pulled is in D's own cache
     wait_stored(cache, before + 2 * wanted // CHUNK)
     for port in (P_PORT, D_PORT):
         reset(port)
     hits = external_hits(P_PORT)
-    found = {"P takes from L1, as P computes": handed_over(ids, salt) == pulled}
+    taken = handed_over(ids, salt)
+    found = {"P takes from L1, as P computes": is_explained(taken.tokens, pulled)}
     found["P took all chunks from L1"] = external_hits(P_PORT) - hits == wanted
     for port in (P_PORT, D_PORT):
         reset(port)
     hits = external_hits(D_PORT)
-    found["D takes from L1, as from HBM"] = ask(D_PORT, ids, NEW_TOKENS, cache_salt=salt).tokens == again
+    loaded = ask_top(D_PORT, ids, NEW_TOKENS, cache_salt=salt)
+    found["D takes from L1, as from HBM"] = is_same(loaded, again)
     found["D took all chunks from L1"] = external_hits(D_PORT) - hits == wanted
-    found["told only: D pulls, as D alone"] = pulled == alone
+    found["D pulls, as D alone"] = is_explained(pulled.tokens, alone)
+    found["told only: D pulls, equal to D alone"] = pulled.tokens == alone.tokens
+    found["told only: P takes from L1, equal"] = taken.tokens == pulled.tokens
     return found

@@ -12,7 +12,8 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 
 import traffic
-from common import Process, Report, Stack, external_hits, metric, reset, say
+from common import Report, external_hits, metric, reset
+from processes import Process, Stack, client_processes, say
 from traffic import CLIENTS, Planned
 
 PD_PORT, AGGREGATED_PORT = 18_910, 18_911
@@ -42,7 +43,7 @@ def measure(stack: Stack, report: Report, engines: dict[str, Process]) -> None:
     modes = routers(stack, engines["P"].port, engines["D"].port)
     content = 1
     lines = []
-    with ProcessPoolExecutor(CLIENTS) as clients:
+    with client_processes(CLIENTS) as clients:
         for mix, (length, new_tokens, rates) in MIXES.items():
             for router in modes.values():  # each engine meets each kind of batch once
                 traffic.run(clients, router, planned(length, new_tokens, 8, 2.0), content)

@@ -3,58 +3,43 @@
     python3 bench/gpu/run.py POINT --site SITE --model PACK/model-8b --out OUT
 
 POINT: rates, correct, ttft, store_cost, speed (the last two on one start), pd, pair (all that needs two engines, on one
-start) or slabs. Each takes at most 8 minutes, start included, pair 10. Exits 1 where something failed or a limit was
-missed. See docs/gpu.md.
+start; a JSON file for each part) or slabs. Each takes at most 8 minutes, start included, and so does each part of pair.
+Exits 1 where something failed or a limit was missed, 2 where it cannot begin. See docs/gpu.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import json
 import os
-import signal
 import sys
 from pathlib import Path
 
-from common import Failed, OutOfTime, Paths, Report, Stack, machine, say
+from common import Report
+from processes import Failed, OutOfTime, Paths, Stack, machine, say, stop_at
 
 POINTS = ("rates", "correct", "ttft", "store_cost", "speed", "pd", "pair", "slabs")
-TIME_LIMIT_S, PAIR_TIME_LIMIT_S = 480, 700
+PARTS = ("pd", "load", "flood", "restart")
+TIME_LIMIT_S, PAIR_TIME_LIMIT_S = 480, 720
 
 
 def main() -> int:
     """Runs one point. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("point", choices=POINTS)
-    parser.add_argument("--site", type=Path, help="folder with vLLM, as unpack.sh made it")
-    parser.add_argument("--source", type=Path, default=Path(__file__).resolve().parents[2] / "src")
-    parser.add_argument("--model", type=Path, required=True, help="folder with the model's config.json")
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs and figures")
-    parser.add_argument("--time-limit-s", type=int, help=f"{TIME_LIMIT_S}, for pair {PAIR_TIME_LIMIT_S}")
-    parser.add_argument("--parts", default="", help="of pair: pd,load,flood,restart or some of them, in that order")
-    given = parser.parse_args()
-    time_limit_s = given.time_limit_s or (PAIR_TIME_LIMIT_S if given.point == "pair" else TIME_LIMIT_S)
+    given = arguments(sys.argv[1:])
     given.out.mkdir(parents=True, exist_ok=True)
-    source = given.source if (given.source / "antiphon").is_dir() else None
-    paths = Paths(given.site, source, given.model, given.out)
-    for part in (given.site, source):
-        if part is not None:
-            sys.path.insert(0, str(part.resolve()))
+    paths = Paths(given.site, given.source, given.model, given.out)
     os.environ.update({name: value for name, value in paths.environment().items() if name.startswith(("VLLM", "HF_"))})
-    report = Report(given.point, given.out)
-    report.note("machine", machine())
-
-    def out_of_time(*_unused: object) -> None:
-        raise OutOfTime(f"it took longer than {time_limit_s} s")
-
-    signal.signal(signal.SIGALRM, out_of_time)
-    signal.alarm(time_limit_s)
+    report = Report("pair-start" if given.point == "pair" else given.point, given.out)
     failure: str | None = None
     try:
+        stop_at(given.time_limit_s)
+        report.note("machine", machine())
         with Stack(paths) as stack:
             point = importlib.import_module(given.point)
-            if given.parts:
-                point.run(stack, report, tuple(given.parts.split(",")))
+            if given.point == "pair":
+                point.run(stack, report, given.parts)
             else:
                 point.run(stack, report)
     except (Failed, OutOfTime) as error:
@@ -64,9 +49,73 @@ def main() -> int:
 
         say(traceback.format_exc())
         failure = repr(error)
-    signal.alarm(0)
     return 0 if report.close(failure) else 1
 
 
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """What was asked for, checked; ends with status 2 and a sentence where it cannot be done."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("point", choices=POINTS)
+    parser.add_argument("--site", type=Path, help="folder with vLLM, as unpack.sh made it; without it an installed one")
+    parser.add_argument("--source", type=Path, help="folder with Antiphon's source; without it the one beside bench/")
+    parser.add_argument("--model", type=Path, required=True, help="folder with the model's config.json and tokenizer")
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and figures")
+    parser.add_argument(
+        "--time-limit-s", type=int, help=f"{TIME_LIMIT_S}; for pair with several parts {PAIR_TIME_LIMIT_S}"
+    )
+    parser.add_argument("--parts", help=f"of pair: {','.join(PARTS)} or some of them; they run in this order")
+    given = parser.parse_args(argv)
+    given.parts = _parts(parser, given)
+    if given.time_limit_s is None:
+        given.time_limit_s = PAIR_TIME_LIMIT_S if given.point == "pair" and len(given.parts) > 1 else TIME_LIMIT_S
+    if given.time_limit_s <= 0:
+        parser.error(f"--time-limit-s is above 0, not {given.time_limit_s}")
+    if given.site is not None and not (given.site / "vllm").is_dir():
+        parser.error(f"--site {given.site}: there is no vllm in it; unpack.sh makes such a folder")
+    if given.source is None:
+        beside = Path(__file__).resolve().parents[2] / "src"
+        given.source = beside if (beside / "antiphon").is_dir() else None
+    elif not (given.source / "antiphon").is_dir():
+        parser.error(f"--source {given.source}: there is no antiphon in it")
+    sys.path[:0] = [str(part.resolve()) for part in (given.source, given.site) if part is not None]
+    for package in ("vllm", "antiphon", "torch"):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"there is no {package} here: give --site and --source, or install it")
+    if given.out.exists() and not given.out.is_dir():
+        parser.error(f"--out {given.out}: it is no folder")
+    _check_model(parser, given)
+    return given
+
+
+def _parts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
+    if given.parts is None:
+        return PARTS if given.point == "pair" else ()
+    if given.point != "pair":
+        parser.error(f"--parts is for pair, not for {given.point}")
+    found = tuple(given.parts.split(","))
+    unknown = [part for part in found if part not in PARTS]
+    if unknown or len(set(found)) < len(found):
+        parser.error(f"--parts {given.parts}: each of {', '.join(PARTS)} at most once, with commas")
+    return tuple(part for part in PARTS if part in found)
+
+
+def _check_model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    config = given.model / "config.json"
+    try:
+        shape = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--model {given.model}: no config.json of a model ({error})")
+    heads = (shape.get("num_key_value_heads"), shape.get("head_dim"), shape.get("num_hidden_layers"))
+    if heads != (8, 128, 32):
+        parser.error(f"--model {given.model}: 8 KV heads of 128 in 32 layers are measured, these are {heads}")
+    if given.point != "rates" and not (given.model / "tokenizer.json").is_file():
+        parser.error(
+            f"--model {given.model}: no tokenizer.json, without which vLLM does not start; give pack.sh a TOKENIZER_DIR"
+        )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads and client processes that wait for an answer which does not come are not waited for

@@ -1,10 +1,15 @@
-"""Points 2 and 3 on one start: ``ttft``, then ``store_cost``. Three engines on one GPU, one at work at a time."""
+"""Points 2 and 3 on one start: ``ttft``, ``overlap``, then ``store_cost``.
+
+Three engines on one GPU, one at work at a time.
+"""
 
 from __future__ import annotations
 
+import overlap
 import store_cost
 import ttft
-from common import KV_BYTES_PER_TOKEN, Report, Stack, antiphon
+from common import KV_BYTES_PER_TOKEN, Report
+from processes import Stack, antiphon
 
 KV_TOKENS = 120_000
 
@@ -21,6 +26,7 @@ def run(stack: Stack, report: Report) -> None:
     plain = stack.engine("plain", store_cost.PORTS["no connector"], None, *args)
     stack.wait_ready([ours, theirs, plain])
     ttft.measure(report, bus, cache, ours)
-    store_cost.measure(report, {"no connector": plain.port, **ttft.PORTS})
+    overlap.measure(report, cache, ours.port)
+    store_cost.measure(report, cache, {"no connector": plain.port, **ttft.PORTS})
     for process in (ours, theirs, plain):
         process.check()

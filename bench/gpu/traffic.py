@@ -15,7 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from common import Failed, Process, percentile, prompt, send, stream_body
+from common import percentile, prompt, send, stream_body
+from processes import Failed, Process
 
 CLIENTS = 12
 PREPARE_S, PREPARE_TOKEN_S = 0.5, 4e-6

@@ -13,28 +13,27 @@ from __future__ import annotations
 
 import time
 
+import overlap
 from common import (
+    CHUNK,
     KV_BYTES_PER_TOKEN,
-    Failed,
-    Process,
     Report,
-    Stack,
-    antiphon,
     ask,
     external_hits,
     median,
-    num_chunks,
+    num_stored,
     percentile,
     prompt,
     reset,
-    say,
     ttft_ms,
+    wait_registered,
     wait_stored,
 )
+from processes import Failed, Process, Stack, antiphon, say
 
 CACHE_PORT, PORTS = 16_700, {"antiphon": 18_700, "vLLM offload": 18_701}
 KV_TOKENS = 100_000
-CHUNK, CHUNK_BYTES = 256, 32 << 20
+CHUNK_BYTES = 32 << 20
 LENGTHS = {2_048: 11, 8_192: 7, 32_768: 9, 2_064: 9}
 """Tokens of a prompt, and prompts of that length."""
 TURN_TOKENS = 64
@@ -54,6 +53,7 @@ def run(stack: Stack, report: Report) -> None:
     theirs = stack.engine("offload", PORTS["vLLM offload"], None, "--kv-offloading-size", "24", *args)
     stack.wait_ready([ours, theirs])
     measure(report, bus, cache, ours)
+    overlap.measure(report, cache, ours.port)
     for process in (ours, theirs):
         process.check()
 
@@ -61,6 +61,7 @@ def run(stack: Stack, report: Report) -> None:
 def measure(report: Report, bus: float, cache: Process, ours: Process) -> None:
     """With the engines there."""
     ours.check_reuse()
+    wait_registered(report, ours)
     for port in PORTS.values():
         ask(port, prompt(300, 1), 4)
     for length, repeats in LENGTHS.items():
@@ -76,7 +77,7 @@ def measure(report: Report, bus: float, cache: Process, ours: Process) -> None:
 
 def visit(name: str, port: int, cache: Process, ids: list[int]) -> dict[str, float]:
     """Milliseconds to the first token, by kind: computed, in HBM, from host memory; and with a new turn."""
-    before = num_chunks(cache)
+    before = num_stored(cache)
     found = {"compute": ttft_ms(port, ids)}
     if name == "antiphon":
         wait_stored(cache, before + len(ids) // CHUNK)
