@@ -44,10 +44,18 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+pytestmark = pytest.mark.process
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """It and the one after it are free: a cache server takes both."""
+    while True:
+        with socket.socket() as probe, socket.socket() as other:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                return port
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
