@@ -220,6 +220,109 @@ def test_without_a_hand_over_nothing_is_waited_for() -> None:
     assert isinstance(world.reply(Lookup(reader, "r", namespace(""), "", prompt_keys("a"), 5.0)), Found)
 
 
+class Ranks:
+    """Two ranks of one engine, each with half of chunk ``a``, and a reader of another."""
+
+    def __init__(self, num_reserved: int = 2) -> None:
+        self.world = HereWorld()
+        self.ranks = [self.world.attach("e", (slab,)) for slab in (0, 1)]
+        self.reader = self.world.attach("d")
+        self.reserved = [self.world.reserve(rank, "a") for rank in self.ranks[:num_reserved]]
+        self.shelf = Shelf(self.world.cache)
+
+    def ask(self, wait_s: float = 9.0) -> Any:
+        return self.world.ask(self.reader, "a", 1, wait_s)
+
+    def commit(self, rank: int) -> Found | None:
+        event = commit_of(self.world, self.ranks[rank], self.reserved[rank])
+        return found_in(self.world.effects(event)[1:])
+
+    def abort(self, rank: int) -> Found | None:
+        regions = tuple(grant.region for grant in self.reserved[rank].grants)
+        return found_in(self.world.effects(Abort(self.ranks[rank], regions))[1:])
+
+    def state(self) -> str:
+        self.shelf.follow()
+        return held_state(self.shelf, key_of("a"), prompt_keys("a")[-1])
+
+
+@pytest.mark.parametrize("has_committed", [True, False])
+def test_what_one_rank_gives_up_is_not_waited_for_although_another_has_stored_its_part(has_committed: bool) -> None:
+    ranks = Ranks()
+    if has_committed:
+        ranks.commit(0)
+    assert ranks.state() == "reserved"
+    assert isinstance(ranks.ask(), Onboarding)
+    assert num_chunks(ranks.abort(1)) == 0
+    assert ranks.state() == "refused"
+    assert isinstance(ranks.ask(), Found), "a lookup that comes now"
+    if not has_committed:
+        ranks.commit(0)
+        assert ranks.state() == "refused"
+        assert isinstance(ranks.ask(), Found)
+    ranks.world.cache.validate()
+
+
+def test_what_one_rank_has_given_up_and_stores_again_is_waited_for() -> None:
+    ranks = Ranks()
+    ranks.commit(0)
+    ranks.abort(1)
+    ranks.reserved[1] = ranks.world.reserve(ranks.ranks[1], "a")
+    assert ranks.state() == "reserved"
+    assert isinstance(ranks.ask(), Onboarding)
+    assert num_chunks(ranks.commit(1)) == 1
+
+
+def test_what_is_stored_in_part_and_left_is_waited_for_a_moment_only() -> None:
+    ranks = Ranks()
+    ranks.commit(0)
+    ranks.abort(1)
+    ranks.world.tick(UNSEEN_MAX_S)  # which forgets the abort: this hand-over may be one that stores the rest
+    assert ranks.state() == "unseen"
+    assert isinstance(ranks.ask(), Onboarding)
+    assert found_in(ranks.world.tick(UNSEEN_MAX_S * 0.9)) is None
+    assert num_chunks(found_in(ranks.world.tick(UNSEEN_MAX_S * 0.2))) == 0
+
+
+def test_a_rank_that_begins_after_another_has_ended_is_waited_for() -> None:
+    ranks = Ranks(num_reserved=1)
+    assert isinstance(ranks.ask(), Onboarding)
+    ranks.world.tick(UNSEEN_MAX_S * 0.95)
+    assert ranks.commit(0) is None
+    assert ranks.state() == "reserved", "a rank is about to store the rest"
+    assert found_in(ranks.world.tick(UNSEEN_MAX_S * 0.1)) is None
+    ranks.reserved.append(ranks.world.reserve(ranks.ranks[1], "a"))
+    assert found_in(ranks.world.tick(UNSEEN_MAX_S)) is None
+    assert num_chunks(ranks.commit(1)) == 1
+
+
+def test_a_rank_that_never_begins_is_not_waited_for_to_the_deadline() -> None:
+    ranks = Ranks(num_reserved=1)
+    assert isinstance(ranks.ask(), Onboarding)
+    ranks.commit(0)
+    assert num_chunks(next(filter(None, (found_in(ranks.world.tick(0.5)) for _ in range(5))), None)) == 0
+
+
+def test_a_death_is_forgotten_once_the_chunk_is_stored_anew() -> None:
+    """Also while only one of the ranks has begun."""
+    ranks = Ranks()
+    ranks.world.effects(Detach(ranks.ranks[1]))
+    assert ranks.state() == "refused"
+    ranks.reserved = [ranks.world.reserve(ranks.ranks[0], "a")]
+    assert ranks.state() == "reserved"
+    assert isinstance(ranks.ask(), Onboarding)
+
+
+def test_an_abort_of_what_was_cleared_says_nothing_of_who_stores_it_now() -> None:
+    ranks = Ranks()
+    ranks.world.effects(Clear())
+    again = ranks.world.attach("f", (0, 1))
+    reserved = ranks.world.reserve(again, "a")
+    assert isinstance(ranks.ask(), Onboarding)
+    assert ranks.abort(1) is None
+    assert num_chunks(found_in(ranks.world.effects(commit_of(ranks.world, again, reserved))[1:])) == 1
+
+
 def test_a_reader_that_leaves_leaves_nothing() -> None:
     world = HereWorld()
     writer, reader = world.attach(), world.attach()

@@ -120,6 +120,22 @@ def deaths_of_writers_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Awaiting, "is_given_up", lambda self, key: False)
 
 
+def what_one_rank_gave_up_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A chunk that another rank has stored its part of counts as one that is being stored."""
+    abandoned, is_given_up = Awaiting.abandoned, Awaiting.is_given_up
+
+    def is_indexed(self: Awaiting, key: ChunkKey) -> bool:
+        return key in self._onboardings.books.index.chunks
+
+    def abandoning(self: Awaiting, key: ChunkKey) -> None:
+        if not is_indexed(self, key):
+            abandoned(self, key)
+
+    patch.setattr(Awaiting, "abandoned", abandoning)
+    patch.setattr(Awaiting, "is_given_up", lambda self, key: is_given_up(self, key) and not is_indexed(self, key))
+    patch.setattr(Awaiting, "is_being_stored", is_indexed)
+
+
 def open_questions_hold_up_what_is_stored_here(patch: pytest.MonkeyPatch) -> None:
     """A lookup takes notice of a store here only once no tier is asked any more."""
     awaits = Awaiting.awaits
@@ -155,6 +171,7 @@ BUGS: list[Plant] = [
     lookups_outlive_their_deadline,
     commits_wake_nobody,
     deaths_of_writers_are_forgotten,
+    what_one_rank_gave_up_is_waited_for,
     open_questions_hold_up_what_is_stored_here,
     reserved_chunks_are_handed_over,
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -212,6 +213,111 @@ def test_an_error_of_a_transfer_is_one_of_all_its_reads(agent: NixlAgent, fakes:
         with pytest.raises(PeerUnavailable, match="remote disconnect"):
             reading.wait(within(5.0))
     assert agent.counts["failed"] == 3
+
+
+@pytest.fixture
+def numbered(fakes: list[FakeNixl], agent: NixlAgent) -> FakeNixl:
+    """The agent's NIXL, whose transfers have handles of their own: ``one-0``, ``one-1`` and so on."""
+    fake, numbers = fakes[0], itertools.count()
+
+    def initialize(verb: str, here: Any, there: Any, name: str) -> str:
+        handle = f"{name}-{next(numbers)}"
+        fake._said("begin", handle)
+        return handle
+
+    fake.initialize_xfer = initialize  # type: ignore[method-assign]
+    return fake
+
+
+def test_a_transfer_that_failed_is_released_before_its_target_is_given_back(
+    agent: NixlAgent, numbered: FakeNixl
+) -> None:
+    """Also where another transfer of that peer is under way, which keeps the peer from being removed."""
+    numbered.state.update({"one-0": "PROC", "one-1": "PROC"})
+    first = agent.read(ONE, 4096, BASE, 64)
+    wait_for(lambda: ("begin", "one-0") in numbered.calls, "the first transfer")
+    second = agent.read(ONE, 4160, BASE + 64, 64)
+    wait_for(lambda: ("begin", "one-1") in numbered.calls, "the second transfer")
+    was_given_back: dict[str, bool] = {}
+    release = numbered.release_xfer_handle
+
+    def releasing(handle: str) -> None:
+        was_given_back[handle] = first._settled.is_set()
+        release(handle)
+
+    numbered.release_xfer_handle = releasing  # type: ignore[method-assign]
+    numbered.state["one-0"] = RuntimeError("remote disconnect")
+    with pytest.raises(PeerUnavailable, match="remote disconnect"):
+        first.wait(within(5.0))
+    first.settle()
+    wait_for(lambda: "one-0" in was_given_back, "the release")
+    assert was_given_back == {"one-0": False}
+    numbered.state["one-1"] = "DONE"
+    second.wait(within(5.0))
+    wait_for(lambda: ("remove", "one") in numbered.calls, "the peer is removed")
+
+
+@pytest.mark.parametrize("when", ["as it begins", "later"])
+def test_where_one_read_of_several_failed_the_targets_are_quiet_before_they_are_given_back(
+    agent: NixlAgent, numbered: FakeNixl, when: str
+) -> None:
+    """NIXL says so of the first that fails, while others of the transfer may still write."""
+    numbered.state.update({"one-0": "PROC", "one-2": "PROC"})
+    other = agent.read(ONE, 4096, BASE + 1024, 64)
+    wait_for(lambda: ("begin", "one-0") in numbered.calls, "a transfer of the same peer")
+    error = RuntimeError("remote disconnect")
+    if when == "as it begins":
+        numbered.state["one-2"] = error
+    with numbered.busy():
+        numbered.is_busy.clear()
+        agent.read(TWO, 4096, BASE, 64)
+        assert numbered.is_busy.wait(5.0)
+        many = [agent.read(ONE, 4096 + 64 * at, BASE + 64 * at, 64) for at in range(3)]
+    wait_for(lambda: ("begin", "one-2") in numbered.calls, "the transfer of several reads")
+    began_s = time.monotonic()
+    numbered.state["one-2"] = error
+    for reading in (*many, other):
+        with pytest.raises(PeerUnavailable, match="remote disconnect"):
+            reading.wait(within(5.0))
+    if when == "later":
+        assert not many[0]._settled.is_set(), "a target was given back at once"
+    for reading in (*many, other):
+        reading.settle()
+    if when == "later":
+        assert time.monotonic() - began_s >= nixl_agent.QUARANTINE_S
+    ended = [each for each in numbered.verbs("release", "remove") if not each[1].startswith("two")]
+    assert sorted(ended[:2]) == [("release", "one-0"), ("release", "one-2")]
+    assert ended[2:] == [("remove", "one")], "a peer is removed after its transfers"
+    with pytest.raises(PeerUnavailable, match="remote disconnect"):
+        other.wait(within(5.0))
+    assert agent.counts["failed"] == 3
+    assert agent.counts["quarantined"] == 4
+    agent.read(ONE, 4096, BASE, 64).wait(within(5.0))  # it is added anew
+
+
+def test_reads_that_are_not_over_are_bounded_and_each_can_be_given_up(
+    agent: NixlAgent, fakes: list[FakeNixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "READS_MAX", 3)
+    monkeypatch.setattr(nixl_agent, "ORDERS_MAX", 3)
+    fakes[0].state["one"] = "PROC"
+    with fakes[0].busy():
+        many = [agent.read(ONE, 4096, BASE, 64)]
+        assert fakes[0].is_busy.wait(5.0)
+        many += [agent.read(ONE, 4096 + 64 * at, BASE + 64 * at, 64) for at in (1, 2)]
+        with pytest.raises(PeerUnavailable, match="not over"):
+            agent.read(TWO, 4096, BASE, 64)
+        agent.forget("two")
+        with pytest.raises(PeerUnavailable, match="orders wait"):
+            agent.forget("three")
+        for _ in range(2):
+            for reading in many:
+                agent.expire(reading)
+        assert agent._orders.qsize() <= 6, "an order is not doubled"
+    for reading in many:
+        reading.settle()
+    assert agent.counts["expired"] == 3
+    agent.read(TWO, 4096, BASE, 64).wait(within(5.0))
 
 
 def test_a_peer_is_polled_until_reads_end_without_it(agent: NixlAgent, fakes: list[FakeNixl]) -> None:

@@ -6,9 +6,10 @@ another server has it, the tiers are asked again and again, after ``POLL_MIN_S``
 
 Always true:
 
-- A lookup waits no longer than its deadline, and not for a chunk that is known not to come: its store was refused or
-  given up lately and nobody else has begun one, or the tier that was asked said so.
-- A chunk that nobody has begun to store here is waited for ``UNSEEN_MAX_S`` at most.
+- A lookup waits no longer than its deadline, and not for a chunk that is known not to come: its store, or that of some
+  of its slabs, was refused or given up lately and nobody else has begun one, or the tier that was asked said so.
+- A chunk that nobody has begun to store here is waited for ``UNSEEN_MAX_S`` at most; one that was stored in part, and
+  that nobody is writing, twice as long.
 - What is remembered of stores that were refused or given up is bounded, and forgotten after a while.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from antiphon.cache.events import Lookup, TicketId
+from antiphon.cache.states import SlabState
 from antiphon.core.chunks import ChunkKey
 
 if TYPE_CHECKING:
@@ -119,19 +121,35 @@ class Awaiting:
             self._onboardings.go_on(waiter)
 
     def abandoned(self, key: ChunkKey) -> None:
-        """The chunk's writer has given it up or died. A lookup that comes later than ``UNSEEN_MAX_S`` is of another
-        hand-over."""
+        """A writer of the chunk has given its slabs up or died. A lookup that comes later than ``UNSEEN_MAX_S`` is of
+        another hand-over."""
         self._give_up(key, UNSEEN_MAX_S)
 
     def refused(self, key: ChunkKey) -> None:
         """The chunk is not stored here, as there was no room."""
         self._give_up(key, REFUSED_S)
 
+    def begun(self, key: ChunkKey) -> None:
+        """A new store of the chunk has begun: what became of an earlier one is forgotten."""
+        self._not_coming.pop(key, None)
+
     def is_given_up(self, key: ChunkKey) -> bool:
-        """Whether the chunk was to be stored lately, and is not: there was no room, or its writer has given it up.
-        False where somebody is storing it again."""
+        """Whether the chunk was to be stored lately, and is not: there was no room, or a writer has given it up.
+        False where somebody has begun to store it again, or the slabs that were given up."""
         books, until_s = self._onboardings.books, self._not_coming.get(key)
-        return until_s is not None and books.now_s < until_s and key not in books.index.chunks
+        if until_s is None or books.now_s >= until_s:
+            return False
+        chunk = books.index.chunks.get(key)
+        return chunk is None or SlabState.ABSENT in chunk.slabs
+
+    def is_being_stored(self, key: ChunkKey) -> bool:
+        """Whether somebody is writing the chunk, or was a moment ago: of a chunk that is stored in part, another rank
+        may be about to write the rest."""
+        books = self._onboardings.books
+        chunk = books.index.chunks.get(key)
+        if chunk is None or self.is_given_up(key):
+            return False
+        return bool(chunk.writers) or chunk.is_complete or books.now_s - chunk.used_s < UNSEEN_MAX_S
 
     def _give_up(self, key: ChunkKey, for_s: float) -> None:
         self._not_coming.pop(key, None)
@@ -172,7 +190,7 @@ class Awaiting:
                 handover.pause_s = min(2 * handover.pause_s, POLL_MAX_S)
                 if not waiter.num_asks:
                     self._onboardings.ask(waiter)
-            elif handover.awaited not in self._onboardings.books.index.chunks:
+            elif not self.is_being_stored(handover.awaited):
                 self._end(waiter, handover)
                 continue
             self._onboardings.go_on(waiter)

@@ -35,7 +35,7 @@ def clear(books: Books, event: Clear) -> Cleared:
         num_bytes = sum({chunk: chunk.num_bytes for pin in pins for chunk in pin.chunks}.values())
         raise ChunksPinned(
             f"{len(pins)} pins keep {num_bytes} bytes of what would be cleared",
-            remedy="unpin them, or clear with what is pinned",
+            remedy="unpin them, or clear with --pinned",
         )
     for pin in pins:
         books.end_pin(pin)

@@ -59,7 +59,7 @@ class Chunk:
         last_used: number of the step that last used it.
         position: its place in its prefix, from 0; None where the chunk before it was not there when it was added.
         stored_s: when it became readable.
-        used_s: when it was last stored, asked for or reported; of a stored chunk.
+        used_s: when it was last stored, in part too, asked for or reported.
         writers: slabs that each writing connection has reserved.
         num_leases: leases that protect it.
         num_step_holds: holds of the step that is running; zero between steps.

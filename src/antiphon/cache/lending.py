@@ -180,10 +180,12 @@ def held_state(shelf: Shelf, tier_key: TierKey, key: ChunkKey) -> HeldState:
     if shelf.chunks.get(tier_key) == key:
         return "readable"
     books = shelf._cache._books
-    if key in books.index.chunks:
-        return "reserved"
-    is_given_up = books.tiers is not None and books.tiers.onboardings.awaiting.is_given_up(key)
-    return "refused" if is_given_up else "unseen"
+    if books.tiers is None:
+        return "reserved" if key in books.index.chunks else "unseen"
+    awaiting = books.tiers.onboardings.awaiting
+    if awaiting.is_given_up(key):
+        return "refused"
+    return "reserved" if awaiting.is_being_stored(key) else "unseen"
 
 
 def lend(shelf: Shelf, borrower: ConnectionId, key: TierKey, wanted: Wanted) -> Loan | None:

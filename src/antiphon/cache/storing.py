@@ -109,6 +109,8 @@ def _new_chunk(books: Books, answer: _Answer, key: ChunkKey, parent: ChunkKey | 
     if answer.refusal is not None:
         raise answer.refusal
     region = room.allocate(books, answer.binding.layout.chunk_bytes, answer.binding.account)
+    if books.tiers is not None:
+        books.tiers.begun(key)
     return books.add(key, parent, answer.binding, region)
 
 
@@ -148,6 +150,7 @@ def _commit_one(books: Books, reservation: Reservation) -> CommitOutcome:
         return CommitOutcome.DROPPED
     chunk.set_slabs(reservation.slabs, SlabState.COMMITTED)
     chunk.last_used = books.step_number
+    chunk.used_s = books.now_s
     if chunk.is_complete:
         books.make_readable(chunk)
         if books.tiers is not None:
@@ -167,13 +170,15 @@ def abort(books: Books, event: Abort) -> Aborted:
     for reservation in _reservations(connection, event.regions):
         _end_reservation(books, reservation)
         chunk = reservation.chunk
-        if chunk.is_indexed:
+        is_indexed = chunk.is_indexed
+        if is_indexed:
             chunk.set_slabs(reservation.slabs, SlabState.ABSENT)
         if chunk.is_idle and not chunk.has_commits:
             books.drop(chunk, Removal.ABANDONED)
-            _tell_abandoned(books, chunk)
         else:
             books.settle(chunk)
+        if is_indexed:  # else somebody may be storing it anew
+            _tell_abandoned(books, chunk)
     return Aborted(len(event.regions))
 
 
@@ -197,7 +202,7 @@ def abandon(books: Books, connection: Connection) -> int:
 
 
 def _tell_abandoned(books: Books, chunk: Chunk) -> None:
-    """Nobody writes the chunk any more."""
+    """Some of the chunk's slabs, or all, are not written any more."""
     if books.tiers is not None:
         books.tiers.abandoned(chunk.key)
 

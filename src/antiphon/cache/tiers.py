@@ -100,8 +100,12 @@ class Tiers:
             self.abandoned(chunk.key)
 
     def abandoned(self, key: ChunkKey) -> None:
-        """The chunk has left the index before it was whole: its writer has given it up or died, or it was cleared."""
+        """The chunk does not become whole: a writer has given its slabs up or died, or it was cleared."""
         self.onboardings.awaiting.abandoned(key)
+
+    def begun(self, key: ChunkKey) -> None:
+        """Somebody has begun to store the chunk, of which nothing was there."""
+        self.onboardings.awaiting.begun(key)
 
     def refused(self, key: ChunkKey) -> None:
         """There was no room to store the chunk."""

@@ -6,29 +6,30 @@ may: lease what is readable, for as long as its connection lasts.
 Always true:
 
 - Nothing is told before the peer has shown the cluster secret; NIXL's metadata least of all.
-- The bytes of a loan are sent from the arena itself, while the lease holds.
-- The lease of a peer whose connection ended goes after the cache's quarantine. A peer that is silent while it has loans
-  is given up after ``LOAN_SILENCE_S``: what it reads afterwards has another digest than it was told, so that it is
-  never used.
+- The bytes of a loan are sent from the arena itself, while the lease holds: where the connection that owns it ends
+  meanwhile, it counts as ended once they are sent, which takes ``SEND_TIMEOUT_S`` at most.
+- The leases of a connection that ended go after the cache's quarantine. A peer that is silent while it has loans is
+  given up after ``LOAN_SILENCE_S``: what it reads afterwards has another digest than it was told, so that it is never
+  used. So has what it reads by NIXL after the quarantine, of which nobody tells this side.
+- A call for loans waits for one digest, and for no longer than ``peer_digests.WAIT_S``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import socket
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from antiphon.cache.arena import RegionHandle
 from antiphon.cache.events import ConnectionId
 from antiphon.cache.lending import Loan, Wanted
 from antiphon.cache.tier_key import TierKey
+from antiphon.cache_server.peer_digests import Digests
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
 from antiphon.cache_server.peer_threads import CacheThread
 from antiphon.core.chunks import ChunkKey
@@ -40,7 +41,6 @@ from antiphon.observe.tracing import Span, Tracing
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Answerer
 from antiphon.storage.arena import ArenaMapping
-from antiphon.storage.record import PayloadDigest
 from antiphon.transport.nixl_agent import NixlAgent
 from antiphon.transport.peer_tcp import PeerListener, PeerStream
 
@@ -50,11 +50,6 @@ CONNECTIONS_MAX: Final = 1_024
 LOAN_SILENCE_S: Final = 30.0
 SILENCE_S: Final = 600.0
 SEND_TIMEOUT_S: Final = 30.0
-DIGEST_THREADS: Final = 2
-DIGESTS_MAX: Final = 65_536
-AHEAD_MAX: Final = 256
-"""Chunks whose digests may wait to be taken before anybody asks; those of others are taken when they are lent."""
-PULLED_MAX: Final = 4_096
 
 
 @dataclass(frozen=True)
@@ -69,107 +64,6 @@ class PeerSelf:
     instance: str
     incarnation: str
     secret: bytes
-
-
-class Digests:
-    """Digests of chunks in the arena, each taken once: a readable chunk does not change.
-
-    They are taken soon after the store, on a thread of their own, so that a peer does not wait for it; not those of
-    chunks that came from a peer themselves, and not when many wait. A chunk that goes meanwhile costs nothing but that:
-    its generation is never asked for.
-
-    Args:
-        arena: where they are.
-    """
-
-    def __init__(self, arena: ArenaMapping) -> None:
-        self._arena = arena
-        self._known: OrderedDict[int, bytes] = OrderedDict()
-        """By generation of the region; under ``lock``."""
-        self._taking: dict[int, concurrent.futures.Future[bytes]] = {}
-        """What a thread is busy with, by generation; under ``lock``."""
-        self._pulled: OrderedDict[bytes, None] = OrderedDict()
-        """Tier keys of what came from a peer lately; under ``lock``."""
-        self._num_ahead = 0
-        """Under ``lock``."""
-        self._lock = threading.Lock()
-        self._threads = concurrent.futures.ThreadPoolExecutor(DIGEST_THREADS, "antiphon-digest")
-        self._ahead = concurrent.futures.ThreadPoolExecutor(1, "antiphon-digest-ahead")
-
-    def known(self, loan: Loan) -> bytes | None:
-        """The digest of a leased chunk, where it was taken."""
-        with self._lock:
-            return self._known.get(loan.region.generation)
-
-    async def of(self, loan: Loan) -> bytes:
-        """The digest of a leased chunk, 16 bytes."""
-        known = self.known(loan)
-        if known is None:
-            loop = asyncio.get_running_loop()
-            known = await loop.run_in_executor(self._threads, self._take, loan.region, loan.num_bytes)
-        return known
-
-    def begin(self, loan: Loan) -> None:
-        """The digest of a chunk will be asked for. Does not wait."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._threads.submit(self._take, loan.region, loan.num_bytes)
-
-    def pulled(self, key: bytes) -> None:
-        """The chunk of that tier key comes from a peer, which has its digest: nobody is likely to ask here."""
-        with self._lock:
-            self._pulled[key] = None
-            while len(self._pulled) > PULLED_MAX:
-                self._pulled.popitem(last=False)
-
-    def stored(self, key: TierKey, region: RegionHandle, num_bytes: int) -> None:
-        """The chunk is readable: its digest is taken soon. Of any thread; does not wait."""
-        with self._lock:
-            if key in self._pulled or self._num_ahead >= AHEAD_MAX:
-                self._pulled.pop(key, None)
-                return
-            self._num_ahead += 1
-        try:
-            self._ahead.submit(self._take_ahead, region, num_bytes)
-        except RuntimeError:
-            pass  # closed
-
-    @property
-    def num_ahead(self) -> int:
-        """Digests that are to be taken before anybody asks."""
-        return self._num_ahead
-
-    def _take_ahead(self, region: RegionHandle, num_bytes: int) -> None:
-        try:
-            self._take(region, num_bytes)
-        finally:
-            with self._lock:
-                self._num_ahead -= 1
-
-    def _take(self, region: RegionHandle, num_bytes: int) -> bytes:
-        with self._lock:
-            known, taking = self._known.get(region.generation), self._taking.get(region.generation)
-            if known is not None:
-                return known
-            mine: concurrent.futures.Future[bytes] = concurrent.futures.Future()
-            if taking is None:
-                self._taking[region.generation] = mine
-        if taking is not None:
-            return taking.result()  # another thread has begun
-        digest = PayloadDigest()
-        digest.update(self._arena.view(region.offset_bytes, num_bytes))
-        found = digest.digest()
-        with self._lock:
-            del self._taking[region.generation]
-            self._known[region.generation] = found
-            while len(self._known) > DIGESTS_MAX:
-                self._known.popitem(last=False)
-        mine.set_result(found)
-        return found
-
-    def close(self) -> None:
-        """Waits for the digests that are being taken: the arena must not be unmapped before."""
-        self._ahead.shutdown(wait=True, cancel_futures=True)
-        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 class PeerServing:
@@ -225,13 +119,14 @@ class PeerServing:
                 if isinstance(call.body, wire.Return):
                     borrower.give_back(call.body.leases)
                     continue
-                payload: memoryview | None = None
-                try:
-                    answer, payload = await borrower.answer(call.body)
-                except AntiphonError as error:
-                    answer = wire.failure_of(error)
-                async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await stream.send(call.id, answer, payload)
+                with self._keeping(borrower.peer, call.body):
+                    payload: memoryview | None = None
+                    try:
+                        answer, payload = await borrower.answer(call.body)
+                    except AntiphonError as error:
+                        answer = wire.failure_of(error)
+                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                        await stream.send(call.id, answer, payload)
         except PeerRefused as error:
             self.counts["refused"] += 1
             self._quiet.say(logging.WARNING, "refused peers", "a peer is refused: %s", error.message)
@@ -251,10 +146,26 @@ class PeerServing:
 
     def loan_of(self, peer: tuple[str, str], lease: int) -> Loan:
         """A loan of any connection of that life of a peer. Raises PeerUnavailable where it has none of that name."""
-        for borrower in self._borrowers.get(peer, ()):
-            if (loan := borrower.loans.get(lease)) is not None:
-                return loan
-        raise PeerUnavailable(f"lease {lease} is none of this peer")
+        owner = self._owner_of(peer, lease)
+        if owner is None:
+            raise PeerUnavailable(f"lease {lease} is none of this peer")
+        return owner.loans[lease]
+
+    def _owner_of(self, peer: tuple[str, str], lease: int) -> _Borrower | None:
+        return next((each for each in self._borrowers.get(peer, ()) if lease in each.loans), None)
+
+    @contextlib.contextmanager
+    def _keeping(self, peer: tuple[str, str], body: wire.Message) -> Iterator[None]:
+        """While bytes are sent, the lease that they are under is kept."""
+        owner = self._owner_of(peer, body.lease) if isinstance(body, wire.Read) else None
+        if owner is None:
+            yield
+            return
+        owner.num_sends += 1
+        try:
+            yield
+        finally:
+            owner.sent()
 
     async def close(self) -> None:
         """Ends every connection."""
@@ -278,6 +189,9 @@ class _Borrower:
         self.loans: dict[int, Loan] = {}
         self._polled: set[int] = set()
         """Those of them whose reads need this side's NIXL agent."""
+        self.num_sends = 0
+        """Chunks under its leases that are being sent, over any connection of the peer."""
+        self._is_over = False
 
     async def answer(self, body: wire.Message) -> tuple[wire.Message, memoryview | None]:
         """The answer to a call, and the bytes that follow it."""
@@ -312,12 +226,13 @@ class _Borrower:
             self._heat(len(loans))
         chunks: list[wire.LentChunk] = []
         later: list[int] = []
+        for _, loan in loans:
+            serving.digests.begin(loan)
+        if loans:
+            await serving.digests.first([loan for _, loan in loans])
         for index, loan in loans:
             digest = serving.digests.known(loan)
-            if digest is None and not chunks:
-                digest = await serving.digests.of(loan)
             if digest is None:  # what is known is read meanwhile
-                serving.digests.begin(loan)
                 later.append(loan.lease)
             else:
                 chunks.append(wire.LentChunk(index, loan.lease, loan.region.offset_bytes, digest))
@@ -370,7 +285,17 @@ class _Borrower:
             with contextlib.suppress(PeerUnavailable):
                 self._serving.agent.borrowers(change)
 
+    def sent(self) -> None:
+        """Nothing is read from the arena any more for one call that did."""
+        self.num_sends -= 1
+        self._end_if_quiet()
+
     def end(self) -> None:
         """The connection is over."""
         self._heat(-len(self._polled))
-        self._serving._cache.tell(lambda: self._serving._lender.detach(self._connection))
+        self._is_over = True
+        self._end_if_quiet()
+
+    def _end_if_quiet(self) -> None:
+        if self._is_over and not self.num_sends:
+            self._serving._cache.tell(lambda: self._serving._lender.detach(self._connection))

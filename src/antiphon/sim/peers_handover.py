@@ -1,6 +1,7 @@
 """Hand-overs through the cache in the simulation: one engine stores a prefix, another looks it up at once.
 
-The store is slow, is refused, or ends in its middle with its writer; who looks it up may leave. What must hold:
+The store is slow, is refused, or ends in its middle with its writer; where two ranks store, the copy of one may fail.
+Who looks it up may leave. What must hold:
 
 - The lookup has its answer by its deadline, and soon after what it waits for is known not to come.
 - What it is given is right, byte for byte: nothing that was reserved and not committed.
@@ -12,9 +13,11 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
+from antiphon.cache.arena import RegionHandle
 from antiphon.cache.awaiting import UNSEEN_MAX_S
 from antiphon.cache.effects import Attached, Found, LeaseNoted, Onboarding, Reserved
 from antiphon.cache.events import (
+    Abort,
     Attach,
     Commit,
     ConnectionId,
@@ -33,6 +36,8 @@ from antiphon.sim.timeline import CheckFailed, Timeline
 
 FIRST_ENGINE: Final = 1_000
 """Connections of hand-overs are numbered from here on."""
+CONNECTIONS: Final = 3
+"""Of one hand-over, at most: two ranks that store, and who looks up."""
 STORE_S: Final = (0.004, 0.004, 0.004, 0.3)
 """Mean time of the store of one chunk."""
 HOPELESS_HERE_S: Final = 0.25
@@ -72,7 +77,7 @@ class SimHandover:
             ChunkKey(hashlib.sha256(b"handed over %d %d" % (number, place)).digest()) for place in range(num_chunks)
         )
         self._number = number
-        self._connection = ConnectionId(FIRST_ENGINE + 2 * number)
+        self._connection = ConnectionId(FIRST_ENGINE + CONNECTIONS * number)
         self._is_here = pair[0] is pair[1]
         chance = timeline.random
         self._dies_at = None if is_clean or chance.random() < 0.6 else chance.randrange(NEVER_BEGINS, num_chunks + 1)
@@ -81,10 +86,17 @@ class SimHandover:
         self._onboard_s = chance.choice((0.3, 2.0, 9.0))
         self._ended_s = float("inf")
         """When nothing more of it was to come."""
-        self._num_committed = 0
+        self._num_ranks = 2 if self._prefill.layout.num_slabs == 2 and chance.random() < 0.5 else 1
+        self._fails_at: tuple[int, int] | None = None
+        """Chunk and rank whose copy fails."""
+        if self._num_ranks == 2 and not is_clean and chance.random() < 0.3:
+            self._fails_at = chance.randrange(num_chunks), chance.randrange(2)
+        self._has_failed = False
+        self._num_stored = 0
+        """Chunks that all ranks are done with."""
         self._is_unseen = self._dies_at == NEVER_BEGINS
         """Whether some of it looks as if its store had not begun yet: it never will, or what was stored had gone when
-        the lookup came."""
+        the lookup came, or its failure is long ago."""
         self._num_stops = self._decode.num_stops
         self._ticket = TicketId(-1)
         self.num_found: int | None = None
@@ -98,9 +110,8 @@ class SimHandover:
 
     # ---- the engine that stores --------------------------------------------------------------------------------------
 
-    def _attach(self, server: SimServer, role: str, number: int) -> ConnectionId:
+    def _attach(self, server: SimServer, role: str, number: int, slabs: tuple[int, ...]) -> ConnectionId:
         connection = ConnectionId(self._connection + number)
-        slabs = tuple(range(server.layout.num_slabs))
         engine = EngineId(f"{role}{self._number}", "i")
         server.reply(Attach(connection, engine, "m", CHUNK_SIZE_TOKENS, server.layout, slabs), Attached)
         return connection
@@ -111,31 +122,58 @@ class SimHandover:
             self._timeline.count("writer died", server.host)
             self._store_ends()
             return
-        writer = self._attach(server, "prefill", 0)
-        reply = server.step(Reserve(writer, NAMESPACE, "t", None, self.keys))
-        grants = reply.grants if isinstance(reply, Reserved) else ()
-        if len(grants) < len(self.keys):
+        writers = [
+            self._attach(server, "prefill", rank, self._slabs_of(server, rank)) for rank in range(self._num_ranks)
+        ]
+        replies = [server.step(Reserve(writer, NAMESPACE, "t", None, self.keys)) for writer in writers]
+        grants = [reply.grants if isinstance(reply, Reserved) else () for reply in replies]
+        if any(len(each) < len(self.keys) for each in grants):
             self._timeline.count("hand-over without room", server.host)
-        for grant in grants:
+        for grant in grants[0]:
             server.write(grant.region, b"\xee" * CHUNK_BYTES)
-        left = [grant.region for grant in grants]
+        left = [
+            (place, rank, grant.region)
+            for place, of_ranks in enumerate(zip(*grants, strict=False))
+            for rank, grant in enumerate(of_ranks)
+        ]
 
         def store_one() -> None:
-            place = len(grants) - len(left)
-            if self._dies_at is not None and place >= self._dies_at:
+            if left and self._dies_at is not None and left[0][0] >= self._dies_at:
                 self._timeline.count("writer died", server.host)
                 left.clear()
             if not left:
-                server.step(Detach(writer))
+                for writer in writers:
+                    server.step(Detach(writer))
                 self._store_ends()
                 return
-            region = left.pop(0)
-            server.write(region, content_of(self.keys[place], server.layout))
-            server.step(Commit(writer, (region,)))
-            self._num_committed += 1
-            server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
+            self._store(server, writers, *left.pop(0))
+            server.process.after(self._pause_s(), store_one)
 
-        server.process.after(self._timeline.random.expovariate(1 / self._store_s), store_one)
+        server.process.after(self._pause_s(), store_one)
+
+    def _slabs_of(self, server: SimServer, rank: int) -> tuple[int, ...]:
+        num_slabs = server.layout.num_slabs // self._num_ranks
+        return tuple(range(rank * num_slabs, (rank + 1) * num_slabs))
+
+    def _pause_s(self) -> float:
+        return self._timeline.random.expovariate(self._num_ranks / self._store_s)
+
+    def _store(
+        self, server: SimServer, writers: list[ConnectionId], place: int, rank: int, region: RegionHandle
+    ) -> None:
+        """One rank copies its part of a chunk, or fails to."""
+        if (place, rank) == self._fails_at:
+            self._timeline.count("rank failed", server.host)
+            self._has_failed = True
+            server.step(Abort(writers[rank], (region,)))
+        else:
+            num_bytes = CHUNK_BYTES // self._num_ranks
+            first = rank * num_bytes
+            data = content_of(self.keys[place], server.layout)[first : first + num_bytes]
+            server.memory[region.offset_bytes + first : region.offset_bytes + first + num_bytes] = data
+            server.step(Commit(writers[rank], (region,)))
+        if rank == self._num_ranks - 1:
+            self._num_stored = place + 1
 
     def _store_ends(self) -> None:
         """Nothing more is stored."""
@@ -147,12 +185,13 @@ class SimHandover:
 
     def _look_up(self) -> None:
         server, keys = self._decode, self.keys
-        reader = self._attach(server, "decode", 1)
+        reader = self._attach(server, "decode", CONNECTIONS - 1, tuple(range(server.layout.num_slabs)))
         if not self._is_here:
             holder = Holder(self._prefill.host, self._prefill.incarnation, "")
             chunks = [(bytes(server.tier_key_of(key)), bytes(key)) for key in keys]
             server.expected.add(holder, chunks, self._timeline.now_s, self._onboard_s)
-        self._is_unseen |= self._is_here and not all(map(server.is_readable, keys[: self._num_committed]))
+        has_gone = self._has_failed or not all(map(server.is_readable, keys[: self._num_stored]))
+        self._is_unseen |= self._is_here and has_gone
         handed = HandedOver(len(keys), self._is_here)
         reply = server.step(Lookup(reader, "r", NAMESPACE, "t", keys, self._onboard_s, handed_over=handed))
         began_s = self._timeline.now_s
@@ -222,6 +261,6 @@ class SimHandover:
         elif self._is_unseen and not self._is_excused:
             self._is_unseen = False
             self._timeline.count("hand-over of what is unseen", self._decode.host)
-            self._timeline.after(UNSEEN_MAX_S, self._check_hope)
+            self._timeline.after(2 * UNSEEN_MAX_S if self._has_failed else UNSEEN_MAX_S, self._check_hope)
         elif not self._is_excused:
             raise CheckFailed(f"a lookup of {self._decode.process.name} waits for what does not come")

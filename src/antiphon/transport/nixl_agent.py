@@ -15,7 +15,10 @@ Always true:
 - A wait for a read ends by its deadline; NIXL itself never reports a peer that hangs. The target of a read that was not
   over by then may still be written to: it is the caller's again only after ``Reading.settle``, that is when the
   transfer has ended after all, or when the connection is torn down and ``QUARANTINE_S`` has passed.
+- A transfer that failed is released before its targets are given back. NIXL reports the first of its reads that failed,
+  while others may still be under way: where it has several, the connection is torn down, with the same quarantine.
 - A peer is removed from the agent before it is added again.
+- No more than ``READS_MAX`` reads are not over, and each of them can be given up, whatever else waits.
 
 It does not know what is read. Whoever has an agent's metadata can write to all memory that it has registered: who gets
 it is the caller's matter.
@@ -53,8 +56,10 @@ COLD_AFTER_S: Final = 0.05
 COLD_S: Final = 0.02
 START_TIMEOUT_S: Final = 120.0
 CLOSE_TIMEOUT_S: Final = 1.0
-WAITING_MAX: Final = 1_024
-"""Reads that wait for the thread: far more than callers there are."""
+READS_MAX: Final = 1_024
+"""Reads that are not over: far more than callers there are."""
+ORDERS_MAX: Final = 4 * READS_MAX
+"""Orders that wait for the thread: a read is ordered once and given up once."""
 MERGED_BYTES: Final = 24 << 20
 """Reads are merged up to so many bytes: it takes some milliseconds, after which the first of them can be checked."""
 ALONE_MIN: Final = 4
@@ -96,16 +101,18 @@ class Reading:
     _over: threading.Event = field(default_factory=threading.Event)
     _settled: threading.Event = field(default_factory=threading.Event)
     _error: PeerUnavailable | PeerTimeout | None = None
+    _is_expired: bool = False
+    """It has been ordered to be given up; under the agent's lock."""
 
     def wait(self, deadline_s: Callable[[], float]) -> None:
-        """Waits for the bytes.
+        """Waits for the bytes. After an error the target is the caller's again after ``settle`` only.
 
         Args:
             deadline_s: until when, on the monotonic clock; asked again when it is over, as it may move.
 
         Raises:
-            PeerTimeout: they are not there in time. The target is the caller's again after ``settle`` only.
-            PeerUnavailable: they will not come, and nothing writes to the target.
+            PeerTimeout: they are not there in time.
+            PeerUnavailable: they will not come.
         """
         while not self._over.wait(max(0.0, deadline_s() - time.monotonic())):
             if time.monotonic() >= deadline_s():
@@ -117,11 +124,22 @@ class Reading:
         """Waits until nothing writes to the target any more, however long that takes."""
         self._settled.wait()
 
+    def failed(self, error: PeerUnavailable) -> None:
+        """Of the agent's thread: the bytes will not come. The target may still be written to."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
+
     def over(self, error: PeerUnavailable | PeerTimeout | None) -> None:
-        """Of the agent's thread: nothing writes to the target any more."""
-        self._error = error
-        self._over.set()
+        """Of the agent's thread: nothing writes to the target any more. ``error``: where it has not failed before."""
+        if not self._over.is_set():
+            self._error = error
+            self._over.set()
         self._settled.set()
+
+
+def _wake() -> None:
+    """An order that has the thread look what is to be done."""
 
 
 @dataclass(eq=False)
@@ -165,6 +183,9 @@ class NixlAgent:
         self._num_alone: dict[str, int] = {}
         """Transfers in a row that needed nothing of the peer's, by our name of it."""
         self._num_borrowers = 0
+        """Under ``_lock``, as the next."""
+        self._num_reads = 0
+        """Reads that are not over."""
         self._active_s = 0.0
         self._started = threading.Event()
         self._start_error: str | None = None
@@ -199,16 +220,31 @@ class NixlAgent:
         first, size = self._memory
         assert first <= local_address <= local_address + num_bytes <= first + size, "outside the registered memory"
         reading = Reading(remote, remote_address, local_address, num_bytes)
-        self._order(reading)
+        with self._lock:
+            self._check_open()
+            if self._num_reads >= READS_MAX:
+                raise PeerUnavailable(f"{READS_MAX} reads over NIXL are not over")
+            self._num_reads += 1
+            self._orders.put(reading)
         return reading
 
     def expire(self, reading: Reading) -> None:
-        """The read has missed its deadline: it is given up, and settles."""
-        self._order(lambda: self._give_up(reading))
+        """The read has missed its deadline: it is given up, and settles. Never refused for what else waits.
+        Raises PeerUnavailable: the agent is closed, which settles all reads."""
+        with self._lock:
+            self._check_open()
+            if not reading._is_expired:
+                reading._is_expired = True
+                self._orders.put(lambda: self._give_up(reading))
 
     def forget(self, name: str) -> None:
-        """The life of that name is over: its connection is torn down. Nothing where it is not known."""
-        self._order(lambda: self._remove(name))
+        """The life of that name is over: its connection is torn down. Nothing where it is not known.
+        Raises PeerUnavailable: the agent is closed, or too many orders wait."""
+        with self._lock:
+            self._check_open()
+            if self._orders.qsize() >= ORDERS_MAX:
+                raise PeerUnavailable(f"{ORDERS_MAX} orders wait for the NIXL agent")
+            self._orders.put(lambda: self._remove(name))
 
     def needs_polls(self, name: str) -> bool:
         """Whether reads from that life of a peer move only while the peer polls, as far as is known here: not those of
@@ -216,16 +252,16 @@ class NixlAgent:
         return self._num_alone.get(name, 0) < ALONE_MIN
 
     def borrowers(self, change: int) -> None:
-        """So many more reads may need this side: the agent is polled for them."""
-        self._order(lambda: self._count(change))
-
-    def _order(self, order: Reading | Callable[[], None]) -> None:
+        """So many more reads may need this side: the agent is polled for them. Raises PeerUnavailable: it is closed."""
         with self._lock:
-            if self._is_closing:
-                raise PeerUnavailable("the NIXL agent is closed")
-            if self._orders.qsize() >= WAITING_MAX:
-                raise PeerUnavailable(f"{WAITING_MAX} orders wait for the NIXL agent")
-            self._orders.put(order)
+            self._check_open()
+            self._num_borrowers = max(0, self._num_borrowers + change)
+            if self._orders.empty():
+                self._orders.put(_wake)
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise PeerUnavailable("the NIXL agent is closed")
 
     def close(self) -> bool:
         """Ends the thread; returns whether it has ended, so that the memory may be unmapped."""
@@ -316,9 +352,6 @@ class NixlAgent:
             else:
                 order()
 
-    def _count(self, change: int) -> None:
-        self._num_borrowers = max(0, self._num_borrowers + change)
-
     def _begin_some(self) -> None:
         """Begins the reads that have waited longest, as far as they are from one peer and go together."""
         readings = [self._waiting.popleft()]
@@ -383,10 +416,19 @@ class NixlAgent:
             self._failed(transfer, f"state {state}")
 
     def _failed(self, transfer: _Transfer, reason: str) -> None:
-        """NIXL itself has ended the reads."""
+        """NIXL itself has ended the transfer, or the first of its reads."""
+        error = PeerUnavailable(f"a read over NIXL failed: {reason}")
         self.counts["failed"] += len(transfer.readings)
         self._doomed.add(transfer.name)
-        self._end(transfer, PeerUnavailable(f"a read over NIXL failed: {reason}"))
+        if transfer.handle is None or len(transfer.readings) == 1:
+            self._release(transfer)
+            self._end(transfer, error)
+            return
+        for each in self._running:
+            if each.name == transfer.name:
+                for reading in each.readings:
+                    reading.failed(error)
+        self._tear_down(transfer.name, time.monotonic())
 
     def _end(self, transfer: _Transfer, error: PeerUnavailable | PeerTimeout | None) -> None:
         self._active_s = time.monotonic()
@@ -397,24 +439,29 @@ class NixlAgent:
             self._spent.append(handle)
         if transfer.name in self._doomed:
             self._remove(transfer.name)
-        for reading in transfer.readings:
+        self._over(transfer.readings, error)
+
+    def _over(self, readings: list[Reading], error: PeerUnavailable | PeerTimeout | None) -> None:
+        with self._lock:
+            self._num_reads -= len(readings)
+        for reading in readings:
             reading.over(error)
 
     def _give_up(self, reading: Reading) -> None:
         if reading in self._waiting:
             self.counts["expired"] += 1
             self._waiting.remove(reading)
-            reading.over(PeerTimeout("the read was given up"))
+            self._over([reading], PeerTimeout("the read was given up"))
         for transfer in self._running:
             if reading in transfer.readings:
                 self.counts["expired"] += 1
                 transfer.deadline_s = min(transfer.deadline_s, time.monotonic() + GRACE_S)
 
     def _tear_down(self, name: str, now_s: float) -> None:
-        """All reads from a peer that hangs are aborted; their targets are in quarantine from here on."""
+        """All reads from a peer are aborted; their targets are in quarantine from here on."""
         self._doomed.add(name)
         for transfer in self._running:
-            if transfer.name == name:
+            if transfer.name == name and transfer.quiet_at_s is None:
                 self._release(transfer)
                 transfer.quiet_at_s = now_s + QUARANTINE_S
         self._remove(name)
