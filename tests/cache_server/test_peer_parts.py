@@ -14,11 +14,13 @@ from antiphon.cache.lending import Shelf, Wanted
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
 from antiphon.cache_server.peer_membership import Membership
-from antiphon.cache_server.peer_pull import GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
+from antiphon.cache_server.peer_pull import GiveBack, LendFrom, NoTime, ReadFrom, Verify, Whereabouts, pull
 from antiphon.cache_server.peer_serving import PeerSelf
 from antiphon.core.errors import LeaseUnknown, PeerTimeout, PeerUnavailable
 from antiphon.core.namespace import NamespaceDigest
-from antiphon.protocol.peers import Events, Holder, LentChunk, Listing, Located
+from antiphon.observe.trace_context import SpanContext
+from antiphon.observe.tracing import ActiveSpan
+from antiphon.protocol.peers import Events, Holder, LentChunk, Listing, Locate, Located
 from tests.cache.test_lending import KEYS, WANTED, new_cache, store, tier_key
 
 KEY = bytes(32)
@@ -146,13 +148,40 @@ def test_a_read_that_failed_gives_its_loan_back() -> None:
     ]
 
 
+@pytest.mark.parametrize("step", ["LendFrom", "ReadFrom"])
+def test_what_this_puller_has_no_time_for_is_a_miss_and_no_failure_of_the_peer(step: str) -> None:
+    driver = Driver()
+    driver.scripts[step] = lambda action: NoTime()
+    assert not driver.pull()
+    assert driver.said == ["LendFrom one", "ReadFrom one", "GiveBack one"][: 1 if step == "LendFrom" else 3]
+    assert driver.where.breakers() == {}
+    assert driver.where.counts == {"late": 1}
+    assert driver.where.usable(KEY, driver.now_s) == [ONE, TWO]
+
+
+def test_a_peer_that_was_to_be_tried_out_and_was_not_asked_is_tried_out_later() -> None:
+    driver = Driver()
+    driver.where.located(KEY, [ONE], driver.now_s)
+    driver.where.failed(ONE, driver.now_s, "down")
+    driver.now_s += 1.0
+    driver.scripts["LendFrom"] = lambda action: NoTime()
+    assert not driver.pull()
+    assert driver.said == ["LendFrom one"]
+    driver.now_s += 5.0
+    driver.scripts["LendFrom"] = lambda action: LOAN
+    assert driver.pull()
+    assert driver.where.counts["breakers_opened"] == 1
+
+
 class Questions:
     """A session with a coordinator that answers by order."""
 
     def __init__(self) -> None:
+        self.bodies: list[object] = []
         self.asked: list[asyncio.Future[Located]] = []
 
     async def call(self, body: object, timeout_s: float) -> Located:
+        self.bodies.append(body)
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
@@ -171,6 +200,23 @@ async def test_an_answer_under_way_when_another_question_fails_is_used_and_close
         assert await first == Located((ONE,), ((0,),))
     assert await member.ask([KEY], 1.0) is None, "it is left alone for a while"
     assert len(questions.asked) == 2
+
+
+async def test_a_question_that_is_sent_marks_the_span_that_asks() -> None:
+    questions: Any = Questions()
+    nobody: Any = None
+    member = Membership(PeerSelf("a", "i", b""), ("host:1", "host:2"), nobody, nobody, nobody)
+    span = ActiveSpan(SpanContext(7, 8, is_sampled=True))
+    assert await member.ask([KEY], 1.0, span) is None
+    assert not span.has_parts, "nobody was asked"
+    member._session = questions
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(member.ask([KEY], 1.0, span))
+        await asyncio.sleep(0)
+        assert questions.bodies == [Locate(KEY, span.context.traceparent)]
+        questions.asked[0].set_result(Located((), ((),)))
+    assert asking.result() == Located((), ((),))
+    assert span.has_parts
 
 
 def test_what_is_known_is_bounded_and_gets_old() -> None:

@@ -1,16 +1,25 @@
-"""Room and deadlines of reads from peers: what shares a link has its deadline by all that comes over it."""
+"""Room and deadlines of reads from peers: all of them share a link, and so what they wait for."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from antiphon.cache_server.peer_room import BYTES_MAX, BYTES_PER_S, SILENT_S, ReadRoom
-from antiphon.core.errors import PeerTimeout, PeerUnavailable
+from antiphon.cache_server.peer_room import BYTES_MAX, BYTES_PER_S, SILENT_S, Life, Place, ReadRoom, ReadTurn
+from antiphon.core.units import MIB
+from tests.cache_server.world import wait_for
 
 LIFE, OTHER = ("one", "i"), ("two", "i")
 CHUNK = 6_000_000
+GIGABIT = 0.94e9 / 8
+"""What a link of one gigabit brings, bytes per second."""
+TRANSFER = 24 * MIB
+"""Over NIXL nothing is seen of a transfer before its end."""
 
 
 class Clock:
@@ -31,87 +40,246 @@ def room(clock: Clock) -> ReadRoom:
     return ReadRoom(clock)
 
 
-def test_a_peer_of_which_nothing_comes_has_its_deadline_by_its_own_bytes(room: ReadRoom, clock: Clock) -> None:
-    with room.taken(LIFE, CHUNK, 0.0) as turn:
-        assert turn.deadline_s() == pytest.approx(clock.now_s + SILENT_S + CHUNK / BYTES_PER_S)
+def wanted() -> bool:
+    return True
 
 
-def test_sixteen_reads_over_a_link_of_a_gigabit_all_end_in_time(room: ReadRoom, clock: Clock) -> None:
-    """They share it evenly, so that the first ends after three quarters of a second."""
-    begins_s, rate = clock.now_s, 125e6
-    turns = [room.taken(LIFE, CHUNK, 0.0) for _ in range(16)]
-    entered = [turn.__enter__() for turn in turns]
-    piece = 1 << 20
-    num_pieces = CHUNK // piece + 1
-    for number in range(num_pieces * 16):
-        clock.now_s = begins_s + min((number + 1) * piece, 16 * CHUNK) / rate
-        turn = entered[number % 16]
-        assert clock.now_s < turn.deadline_s(), f"piece {number} after {clock.now_s - begins_s:.2f} s"
-        turn.came()
-    assert clock.now_s - begins_s > SILENT_S + CHUNK / BYTES_PER_S, "the link was too fast to show anything"
-    for turn_ in turns:
-        turn_.__exit__(None, None, None)
-    assert not room.num_bytes
+# ---- deadlines -------------------------------------------------------------------------------------------------------
 
 
-def test_a_peer_that_gets_on_for_ever_is_given_up_all_the_same(room: ReadRoom, clock: Clock) -> None:
-    begins_s = clock.now_s
-    with room.taken(LIFE, CHUNK, 0.0) as turn:
-        while clock.now_s < turn.deadline_s():
-            turn.came()
-            clock.now_s += 0.1
-    assert clock.now_s - begins_s <= SILENT_S + BYTES_MAX / BYTES_PER_S + 0.1
+@dataclass
+class Flow:
+    """One transfer, which the link serves evenly beside the others."""
+
+    turn: ReadTurn
+    left: float
+    is_seen_at_end: bool
+
+
+def serve_evenly(clock: Clock, flows: list[Flow], rate: float) -> float:
+    """Until all have come; asserts that nobody gives up before. Returns the seconds."""
+    began_s, step_s = clock.now_s, 0.01
+    while flows:
+        clock.now_s += step_s
+        share = rate * step_s / len(flows)
+        for flow in list(flows):
+            after = f"after {clock.now_s - began_s:.2f} s"
+            assert clock.now_s < flow.turn.deadline_s(), f"given up {after}, hung: {flow.turn.is_hung}"
+            came = min(share, flow.left)
+            flow.left -= came
+            if flow.left <= 0:
+                flows.remove(flow)
+            if not flow.is_seen_at_end:
+                flow.turn.came(int(came))
+            elif flow.left <= 0:
+                flow.turn.came(min(TRANSFER, CHUNK))
+    return clock.now_s - began_s
+
+
+@pytest.mark.parametrize("lives", [[LIFE], [LIFE, OTHER]], ids=["one holder", "two holders"])
+@pytest.mark.parametrize("num_bytes", [CHUNK, 32 * MIB, 128 * MIB])
+@pytest.mark.parametrize("is_seen_at_end", [False, True], ids=["tcp", "nixl"])
+def test_a_full_room_over_a_link_of_a_gigabit_ends_in_time(
+    room: ReadRoom, clock: Clock, lives: list[Life], num_bytes: int, *, is_seen_at_end: bool
+) -> None:
+    with ExitStack() as stack:
+        flows = []
+        for number in range(min(16, BYTES_MAX // num_bytes)):
+            num_unseen = num_bytes if is_seen_at_end else MIB
+            life = lives[number % len(lives)]
+            turn = stack.enter_context(room.reading(life, num_bytes, num_unseen, clock.now_s + 3.0))
+            parts = [min(TRANSFER, num_bytes - first) for first in range(0, num_bytes, TRANSFER)]
+            flows += [Flow(turn, part, is_seen_at_end) for part in parts]
+        took_s = serve_evenly(clock, flows, GIGABIT)
+    assert took_s > SILENT_S + CHUNK / BYTES_PER_S, "the link was too fast to show anything"
+
+
+def test_a_small_read_beside_many_of_another_peer_is_not_taken_for_hung(room: ReadRoom, clock: Clock) -> None:
+    end_s = clock.now_s + 3.0
+    with ExitStack() as stack:
+        turns = [stack.enter_context(room.reading(OTHER, CHUNK, CHUNK, end_s)) for _ in range(15)]
+        turns.append(stack.enter_context(room.reading(LIFE, CHUNK, CHUNK, end_s)))
+        took_s = serve_evenly(clock, [Flow(turn, CHUNK, is_seen_at_end=True) for turn in turns], GIGABIT)
+    assert took_s > SILENT_S + CHUNK / BYTES_PER_S, "the link was too fast to show anything"
+
+
+@pytest.mark.parametrize("num_reads", [1, 16])
+@pytest.mark.parametrize("num_unseen", [MIB, CHUNK])
+def test_a_peer_that_hangs_is_found_after_the_time_of_its_own_bytes(
+    room: ReadRoom, clock: Clock, num_reads: int, num_unseen: int
+) -> None:
+    with ExitStack() as stack:
+        turns = [
+            stack.enter_context(room.reading(LIFE, CHUNK, num_unseen, clock.now_s + 3.0)) for _ in range(num_reads)
+        ]
+        found_s = clock.now_s + SILENT_S + num_reads * num_unseen / BYTES_PER_S
+        assert [turn.deadline_s() for turn in turns] == [pytest.approx(found_s)] * num_reads
+        assert not turns[0].is_hung
+        clock.now_s = found_s + 0.001
+        assert all(turn.is_hung for turn in turns)
+
+
+def test_a_peer_that_hangs_beside_one_that_is_quick_is_found_as_soon(room: ReadRoom, clock: Clock) -> None:
+    end_s = clock.now_s + 3.0
+    with room.reading(LIFE, CHUNK, CHUNK, end_s) as turn, room.reading(OTHER, BYTES_MAX, BYTES_MAX, end_s) as quick:
+        began_s = clock.now_s
+        assert turn.deadline_s() > began_s + 1.5, "the other may have the link first"
+        while clock.now_s < turn.look_s():
+            assert turn.look_s() <= clock.now_s + 0.1 + 1e-9, "who waits has to see it come nearer"
+            clock.now_s += 0.01
+            quick.came(20 * MIB)
+        assert clock.now_s - began_s < SILENT_S + CHUNK / BYTES_PER_S + 0.02
+        assert turn.is_hung
+        assert not quick.is_hung
 
 
 def test_a_peer_that_hangs_after_a_while_is_given_up_after_silence(room: ReadRoom, clock: Clock) -> None:
-    with room.taken(LIFE, CHUNK, 0.0) as turn:
-        clock.now_s += 0.6
-        turn.came()
-        assert turn.deadline_s() == pytest.approx(clock.now_s + SILENT_S)
+    with room.reading(LIFE, CHUNK, MIB, clock.now_s + 3.0) as turn:
+        clock.now_s += 0.4
+        turn.came(MIB)
+        assert turn.deadline_s() == pytest.approx(clock.now_s + SILENT_S + MIB / BYTES_PER_S)
+
+
+def test_a_peer_that_gets_on_for_ever_is_given_up_as_late_and_not_as_hung(room: ReadRoom, clock: Clock) -> None:
+    began_s = clock.now_s
+    with room.reading(LIFE, CHUNK, MIB, began_s + 3.0) as turn:
+        while clock.now_s < turn.deadline_s():
+            turn.came(10)
+            clock.now_s += 0.1
+        assert not turn.is_hung
+    assert clock.now_s - began_s <= SILENT_S + BYTES_MAX / BYTES_PER_S + 0.1
+
+
+def test_a_read_ends_with_its_pull(room: ReadRoom, clock: Clock) -> None:
+    with room.reading(LIFE, CHUNK, CHUNK, clock.now_s + 0.2) as turn:
+        assert turn.deadline_s() == clock.now_s + 0.2
+        clock.now_s += 0.3
+        assert not turn.is_hung, "there was no time to tell"
 
 
 def test_a_slow_peer_does_not_lengthen_the_reads_of_another(room: ReadRoom, clock: Clock) -> None:
-    with room.taken(LIFE, CHUNK, 0.0) as slow, room.taken(OTHER, CHUNK, 0.0) as turn:
+    end_s = clock.now_s + 3.0
+    with room.reading(LIFE, CHUNK, MIB, end_s) as slow, room.reading(OTHER, CHUNK, MIB, end_s) as turn:
         before_s = turn.deadline_s()
-        clock.now_s += 0.55
-        slow.came()
-        assert turn.deadline_s() == before_s
+        clock.now_s += 0.4
+        slow.came(MIB)
+        assert turn.deadline_s() <= before_s
+    room.validate()
 
 
-def test_no_more_is_under_way_than_there_is_room_for(room: ReadRoom) -> None:
-    with room.taken(LIFE, BYTES_MAX, 0.0):
-        with pytest.raises(PeerTimeout, match="no room"), room.taken(LIFE, 1, 0.0):
-            pass
-        with room.taken(OTHER, CHUNK, 0.0):
-            assert room.num_bytes == {LIFE: BYTES_MAX, OTHER: CHUNK}
-    with room.taken(LIFE, 2 * BYTES_MAX, 0.0):  # a chunk that is larger goes alone
-        assert room.num_bytes == {LIFE: 2 * BYTES_MAX}
-    assert not room.num_bytes
+# ---- room ------------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_for_room_gets_it_or_ends_with_a_failure(room: ReadRoom) -> None:
-    ended: list[str] = []
-    is_read = threading.Event()
+def test_no_more_is_under_way_than_there_is_room_for(room: ReadRoom, clock: Clock) -> None:
+    full, small, large = Place(BYTES_MAX), Place(1), Place(2 * BYTES_MAX)
+    assert room.take(full, clock.now_s + 3.0, wanted)
+    assert not room.take(small, clock.now_s, wanted)
+    assert room.num_bytes == BYTES_MAX
+    room.give_back(full)
+    room.give_back(full)
+    assert room.num_bytes == 0
+    assert room.take(large, clock.now_s + 3.0, wanted), "a chunk that is larger goes alone"
+    assert not room.take(small, clock.now_s, wanted)
+    room.give_back(large)
+    assert room.take(small, clock.now_s + 3.0, wanted)
+    room.validate()
 
-    def read() -> None:
-        try:
-            with room.taken(LIFE, CHUNK, 10.0):
-                ended.append("read")
-                is_read.set()
-        except PeerUnavailable:
-            ended.append("failed")
 
-    for ending in ("read", "failed"):
-        with room.taken(LIFE, BYTES_MAX, 0.0):
-            thread = threading.Thread(target=read)
-            thread.start()
-            while not room._peers[LIFE].num_waiting:
-                is_read.wait(0.001)
-            if ending == "failed":
-                room.failed(LIFE)
-                thread.join(10.0)
-        thread.join(10.0)
-        is_read.clear()
-    assert ended == ["read", "failed"]
-    room.failed(LIFE)  # of nobody
-    assert not room.num_bytes
+def test_nobody_waits_who_does_not_want_it(room: ReadRoom, clock: Clock) -> None:
+    assert not room.take(Place(1), clock.now_s + 3.0, lambda: False)
+    assert room.num_bytes == 0
+
+
+def test_room_that_comes_too_late_for_the_bytes_is_not_taken(room: ReadRoom, clock: Clock) -> None:
+    """Nine tenths of a second are enough for 80 MB at 100 MB/s, but not beside 40 MB."""
+    first, second = Place(40_000_000), Place(80_000_000)
+    assert room.take(first, clock.now_s + 3.0, wanted)
+    began_s = clock.now_s
+
+    def passing() -> bool:
+        clock.now_s = began_s + 2.0
+        return True
+
+    assert not room.take(second, began_s + 2.9, passing)
+    clock.now_s = began_s
+    room.give_back(first)
+    assert room.take(second, began_s + 2.9, passing)
+
+
+class Waiting:
+    """A thread that waits for room."""
+
+    def __init__(self, room: ReadRoom, num_bytes: int, end_s: float = 1e6) -> None:
+        self.place = Place(num_bytes)
+        self.is_wanted = True
+        self.has_room: bool | None = None
+        before = room.num_waiting
+        self._room, self._end_s = room, end_s
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        wait_for(lambda: room.num_waiting > before or self.has_room is not None, "its wait")
+
+    def _run(self) -> None:
+        self.has_room = self._room.take(self.place, self._end_s, lambda: self.is_wanted)
+
+    def joined(self) -> bool | None:
+        self.thread.join(10.0)
+        return self.has_room
+
+
+def test_room_is_given_in_order_and_small_chunks_do_not_pass_large_ones(room: ReadRoom, clock: Clock) -> None:
+    first, second = Place(CHUNK), Place(CHUNK)
+    for place in (first, second):
+        assert room.take(place, clock.now_s + 3.0, wanted)
+    large = Waiting(room, BYTES_MAX - CHUNK)
+    small = Waiting(room, CHUNK)
+    assert small.has_room is None, "it has passed the large one"
+    room.give_back(first)
+    assert large.joined()
+    assert small.has_room is None
+    room.give_back(second)
+    assert small.joined()
+    room.validate()
+
+
+def test_who_no_longer_wants_room_does_not_wait_for_it(room: ReadRoom, clock: Clock) -> None:
+    held = Place(BYTES_MAX)
+    assert room.take(held, clock.now_s + 3.0, wanted)
+    gone, after = Waiting(room, CHUNK), Waiting(room, CHUNK)
+    gone.is_wanted = False
+    room.look()
+    assert gone.joined() is False
+    room.give_back(held)
+    assert after.joined()
+
+
+def test_the_wait_is_bounded_by_the_bytes_before_it(room: ReadRoom, clock: Clock) -> None:
+    held = Place(BYTES_MAX)
+    assert room.take(held, clock.now_s + 3.0, wanted)
+    waiting = Waiting(room, CHUNK)
+    clock.now_s += SILENT_S + BYTES_MAX / BYTES_PER_S - 0.01
+    room.look()
+    assert waiting.has_room is None
+    clock.now_s += 0.02
+    room.look()
+    assert waiting.joined() is False
+    room.validate()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), max_size=40))
+def test_room_is_what_a_plain_count_says(steps: list[tuple[int, bool]]) -> None:
+    clock = Clock()
+    room = ReadRoom(clock)
+    held: list[Place] = []
+    for num_mib, is_given_back in steps:
+        if is_given_back and held:
+            room.give_back(held.pop(0))
+            continue
+        place = Place(num_mib * MIB)
+        under_way = sum(each.num_bytes for each in held)
+        assert room.take(place, clock.now_s, wanted) == (not held or under_way + place.num_bytes <= BYTES_MAX)
+        if place.is_held:
+            held.append(place)
+        assert room.num_bytes == sum(each.num_bytes for each in held)
+        room.validate()

@@ -10,7 +10,8 @@ Always true:
   is wished for meanwhile goes in one call.
 - One call to a peer is under way at a time. When it fails, or anything else to that life of the peer, whoever waits for
   a loan of it is told so at once.
-- A wish has an end: ``WAIT_MAX_S``.
+- A wish has an end, which its thread names: it is late then, which says nothing of the peer. A call under way is waited
+  for a moment longer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Final
 
 from antiphon.cache.lending import Wanted
 from antiphon.cache_server.peer_links import PeerLinks
-from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError
+from antiphon.cache_server.peer_pull import LendFrom, NoTime
+from antiphon.core.errors import AntiphonError, PeerUnavailable, ProtocolError
 from antiphon.protocol import peers as wire
 from antiphon.transport.peer_tcp import PeerSocket
 
@@ -39,8 +41,6 @@ RETURNS_AT_ONCE: Final = 4
 HELD_BACK_PAUSE_S: Final = 0.003
 HELD_BACK_MAX_S: Final = 0.5
 """A chunk that is there, and is held back for so long, counts as absent."""
-WAIT_MAX_S: Final = 2.0
-"""Longer than any read that a wish may have to wait for."""
 _LOOK_S: Final = 0.05
 """A thread that waits looks so often whether it is its turn, though it is told."""
 _PEERS_MAX: Final = 256
@@ -59,7 +59,7 @@ class _Wish:
     held_back_until_s: float = 0.0
     """0: it was not held back yet."""
     is_over: bool = False
-    loan: wire.LentChunk | None = None
+    loan: wire.LentChunk | NoTime | None = None
     error: AntiphonError | None = None
 
     @property
@@ -67,7 +67,7 @@ class _Wish:
         """Those of one kind go in one call: of one meaning, and of one trace."""
         return self.wanted, self.traceparent[:36]
 
-    def end(self, loan: wire.LentChunk | None, error: AntiphonError | None = None) -> None:
+    def end(self, loan: wire.LentChunk | NoTime | None, error: AntiphonError | None = None) -> None:
         self.loan, self.error, self.is_over = loan, error, True
         self.turn.set()
 
@@ -156,30 +156,38 @@ class PeerLoans:
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
         self._lock = threading.Lock()
 
-    def lend(self, holder: wire.Holder, key: bytes, wanted: Wanted, traceparent: str = "") -> wire.LentChunk | None:
+    def lend(self, action: LendFrom, end_s: float, traceparent: str = "") -> wire.LentChunk | NoTime | None:
         """A loan of the chunk, which is to be given back; None where the holder has none to give.
+
+        Args:
+            action: whose chunk, and which.
+            end_s: until when it is waited for that the peer may be asked, on the monotonic clock: NoTime afterwards.
+            traceparent: of the pull.
 
         Raises:
             PeerTimeout, PeerUnavailable, PeerRefused, ProtocolError: the holder did not say.
         """
-        account = self._account(holder)
-        wish = _Wish(key, wanted, traceparent, time.monotonic() + WAIT_MAX_S)
-        with account.lock:
-            account.wishes.append(wish)
+        holder = action.holder
+        wish = _Wish(action.key, action.wanted, traceparent, end_s)
+        with self._lock:  # an account with a wish is not forgotten
+            account = self._account(holder)
+            with account.lock:
+                account.wishes.append(wish)
         while True:
             with account.lock:
                 now_s = time.monotonic()
                 batch = [] if wish.is_over else account.take_batch(now_s)
                 if now_s >= wish.end_s and wish in account.wishes:
                     account.wishes.remove(wish)
-                    wish.end(None, PeerTimeout(f"no loan within {WAIT_MAX_S:g} s"))
+                    wish.end(NoTime())
+                    account.wake()
             if batch:
                 self._ask(holder, account, batch)
             elif wish.is_over:
                 break
             else:
-                pause_s = wish.not_before_s - now_s
-                wish.turn.wait(pause_s if 0 < pause_s < _LOOK_S else _LOOK_S)
+                pauses_s = (wish.not_before_s - now_s, wish.end_s - now_s, _LOOK_S)
+                wish.turn.wait(min(pause_s for pause_s in pauses_s if pause_s > 0))
                 wish.turn.clear()
         if wish.error is not None:
             raise wish.error
@@ -216,7 +224,7 @@ class PeerLoans:
         if link is None:
             link = account.link = self._links.take(holder, LEND_TIMEOUT_S)
         if returns:
-            link.post(wire.Return(returns), RETURN_TIMEOUT_S)
+            link.post(wire.Return(returns), max(0.001, deadline_s - time.monotonic()))
         wanted = batch[0].wanted
         meaning = (wanted.namespace, wanted.fingerprint, wanted.num_bytes, wanted.format_version)
         keys = b"".join(wish.key for wish in batch)
@@ -232,9 +240,11 @@ class PeerLoans:
 
     def give_back(self, holder: wire.Holder, loan: wire.LentChunk) -> None:
         """The thread needs the loan no more. Raises nothing: a loan also ends with its connection."""
-        account = self._account(holder)
+        with self._lock:
+            account = self._account(holder)
         with account.lock:
             account.num_loans -= 1
+            assert account.num_loans >= 0, "a loan was given back twice"
             if account.link is not None:
                 account.returns.append(loan.lease)
         self._post_returns(account)
@@ -273,14 +283,14 @@ class PeerLoans:
                 account.fail(error)
 
     def _account(self, holder: wire.Holder) -> _Account:
+        """Under ``lock``."""
         name = (holder.instance, holder.incarnation)
-        with self._lock:
-            account = self._accounts.get(name)
-            if account is None:
-                account = self._accounts[name] = _Account()
-                self._forget_some()
-            self._accounts.move_to_end(name)
-            return account
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = _Account()
+            self._forget_some()
+        self._accounts.move_to_end(name)
+        return account
 
     def _forget_some(self) -> None:
         """Those not used longest, as far as nothing is under way."""

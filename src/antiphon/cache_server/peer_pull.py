@@ -8,6 +8,7 @@ Always true:
 - True is returned only after the bytes in the target had the digest that their holder gave for the chunk that was
   asked for, under the meaning that was asked for.
 - A peer that failed once is left alone until its breaker lets one call through, or until a new life of it joins.
+- What ends because this puller has no time left for it is a miss: it is no failure of the peer, and no other is tried.
 - Holders that are remembered are few, and forgotten after ``ttl_s``.
 """
 
@@ -32,8 +33,13 @@ PEERS_MAX: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
+class NoTime:
+    """This puller has no room or time left, which says nothing of the holder."""
+
+
+@dataclass(frozen=True, slots=True)
 class LendFrom:
-    """Have the holder lease the chunk. The answer: the loan, None where it has none, or an error."""
+    """Have the holder lease the chunk. The answer: the loan, None where it has none, NoTime, or an error."""
 
     holder: Holder
     key: bytes
@@ -42,7 +48,7 @@ class LendFrom:
 
 @dataclass(frozen=True, slots=True)
 class ReadFrom:
-    """Bring the bytes into the target. The answer: None, or an error. Afterwards nothing writes to the target."""
+    """Bring the bytes into the target. The answer: None, NoTime, or an error. Nothing writes to the target then."""
 
     holder: Holder
     loan: LentChunk
@@ -64,7 +70,7 @@ class GiveBack:
 
 
 Action = LendFrom | ReadFrom | Verify | GiveBack
-Ended = LentChunk | AntiphonError | bool | None
+Ended = LentChunk | NoTime | AntiphonError | bool | None
 
 
 class Whereabouts:
@@ -131,6 +137,12 @@ class Whereabouts:
         while len(self._breakers) > PEERS_MAX:
             self._breakers.popitem(last=False)
 
+    def not_asked(self, holder: Holder, now_s: float) -> None:
+        """The call was not made after all. A breaker that let it through waits anew; one that is closed stays so."""
+        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        if breaker is not None and not breaker.is_closed:
+            breaker.failed(now_s, breaker.reason)
+
     def answered(self, holder: Holder) -> None:
         """A call was answered in time."""
         breaker = self._breakers.get((holder.instance, holder.incarnation))
@@ -167,6 +179,10 @@ def pull(where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], flo
             where.counts["failed"] += 1
             where.failed(holder, clock(), loan.message)
             continue
+        if isinstance(loan, NoTime):
+            where.counts["late"] += 1
+            where.not_asked(holder, clock())
+            return False
         where.answered(holder)
         if not isinstance(loan, LentChunk):
             where.counts["absent"] += 1
@@ -178,6 +194,10 @@ def pull(where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], flo
             where.failed(holder, clock(), error.message)
             yield GiveBack(holder, loan)
             continue
+        if isinstance(error, NoTime):
+            where.counts["late"] += 1
+            yield GiveBack(holder, loan)
+            return False
         is_sound = yield Verify(loan.digest)
         yield GiveBack(holder, loan)
         if is_sound is True:

@@ -1,62 +1,100 @@
-"""How much is read from a peer at once, and until when: reads of one peer share a link, and so what they wait for.
+"""How much is read from peers at once, and until when: all reads come over this server's one link.
 
-Owns, for each life of a peer, the bytes under way and when some of them came last. Always true: no more than
-``BYTES_MAX`` are under way, but for one chunk that is larger; who waits for room ends with the first failure of that
-peer; a read ends at the latest when a link of ``BYTES_PER_S`` would have brought all of these bytes, and sooner where
-nothing comes from the peer at all.
+Owns the bytes under way, the queue of those who wait for room, and for each life of a peer that is read from when it
+gave a sign last. Always true:
+
+- No more than ``BYTES_MAX`` are under way from all peers together, but for one chunk that is larger.
+- Room is given in the order in which it was asked for. Who waits has an end: it is asked whether it still wants any
+  after each failure, and waits no longer than a link of ``BYTES_PER_S`` takes for the bytes before it.
+- A peer hangs when nothing has come from it for ``SILENT_S``, and for what a link of ``BYTES_PER_S`` takes for what was
+  asked of it, while that may share the link with reads from others. A peer that gives signs and is late does not hang:
+  that the read ends then says nothing of the peer.
+
+It does not read, and does not know why a read ended.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from antiphon.core.errors import PeerTimeout, PeerUnavailable
 from antiphon.core.units import MIB
 
 BYTES_MAX: Final = 128 * MIB
 """Enough to fill a link."""
 BYTES_PER_S: Final = 100e6
-"""Of a link, for all reads of a peer together: slower than that, computing is faster."""
+"""Of a link, for all reads together: slower than that, computing is faster."""
 SILENT_S: Final = 0.5
 """A peer of which nothing has come for so long hangs, once its bytes had their time."""
+SHARED_RATIO: Final = 4
+"""Of others' bytes so many times as many come as were beside those of a peer before they count as no longer in their
+way: a link may serve others first, and what is seen of a read comes all at once."""
+_LOOK_S: Final = 0.1
+"""A deadline may come nearer: who waits without a sign looks so often."""
 
 Life = tuple[str, str]
 """Instance and incarnation."""
 
 
+class Place:
+    """What one pull takes of the room. Changed by the room alone.
+
+    Args:
+        num_bytes: of the chunk.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.is_held = False
+
+
 class _Peer:
+    """One life of a peer, while something is read from it."""
+
     def __init__(self) -> None:
-        self.num_bytes = 0
-        self.num_waiting = 0
-        self.num_failures = 0
-        self.came_s = 0.0
+        self.num_turns = 0
+        self.num_unseen = 0
+        """Bytes that may come before anything is seen of any read, at most."""
+        self.sign_s = 0.0
+        self.num_beside = 0
+        """Such bytes of other peers, at the last sign or since."""
+        self.came_at_sign = 0
 
 
 class ReadTurn:
-    """One read, while it has its room.
+    """One read from a peer, from its beginning to its end.
 
     Args:
-        peer: what all reads of the peer share.
-        num_bytes: of the read.
+        room: whose.
+        peer: what all reads from the peer share.
+        last_s: until when it is waited for, whatever comes.
     """
 
-    def __init__(self, peer: _Peer, num_bytes: int, now_s: Callable[[], float]) -> None:
+    def __init__(self, room: ReadRoom, peer: _Peer, last_s: float) -> None:
+        self._room = room
         self._peer = peer
-        self._now_s = now_s
-        self._alone_s = now_s() + SILENT_S + num_bytes / BYTES_PER_S
-        self._last_s = now_s() + SILENT_S + max(num_bytes, BYTES_MAX) / BYTES_PER_S
+        self.last_s = last_s
 
-    def came(self) -> None:
-        """Some bytes have come."""
-        self._peer.came_s = self._now_s()
+    def came(self, num_bytes: int) -> None:
+        """So many bytes have come."""
+        self._room.came(self._peer, num_bytes)
 
     def deadline_s(self) -> float:
-        """Until when it is waited for, on the monotonic clock; later where other reads of the peer get on."""
-        return max(self._alone_s, min(self._last_s, self._peer.came_s + SILENT_S))
+        """Until when it is waited for, on the monotonic clock. It moves with what comes, here and from others."""
+        return min(self.last_s, self._room.hangs_at_s(self._peer))
+
+    def look_s(self) -> float:
+        """The same, but soon: for one who waits by it, and asks again when it is over."""
+        return min(self.deadline_s(), self._room.now_s() + _LOOK_S)
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the peer hangs; a read that ends otherwise at its deadline is only late."""
+        return self._room.now_s() >= self._room.hangs_at_s(self._peer)
 
 
 class ReadRoom:
@@ -67,61 +105,137 @@ class ReadRoom:
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+        self.now_s = now_s
         self._changed = threading.Condition()
+        self._queue: deque[Place] = deque()
+        self._num_bytes = 0
+        self._num_came = 0
         self._peers: dict[Life, _Peer] = {}
 
-    @contextmanager
-    def taken(self, life: Life, num_bytes: int, wait_s: float) -> Iterator[ReadTurn]:
-        """Room for a read of ``num_bytes``, as long as the block lasts.
+    # ---- room --------------------------------------------------------------------------------------------------------
 
-        Raises:
-            PeerUnavailable: another read of this peer failed meanwhile.
-            PeerTimeout: there was none within ``wait_s``.
+    def take(self, place: Place, end_s: float, is_wanted: Callable[[], bool]) -> bool:
+        """Waits for room; returns whether ``place`` has it, which is to be given back.
+
+        Args:
+            place: that has none.
+            end_s: by when the bytes have to be there, on the monotonic clock. The wait ends when they would not come
+                by then, at the rate of the wait or ``BYTES_PER_S``; half of the time is for the wait in any case.
+            is_wanted: asked at the beginning and after each change; where it says no, the wait ends.
+        """
+        assert not place.is_held
+        with self._changed:
+            began_s, num_came = self.now_s(), self._num_came
+            read_max_s = (end_s - began_s) / 2
+            num_before = self._num_bytes + sum(each.num_bytes for each in self._queue)
+            last_s = began_s + SILENT_S + num_before / BYTES_PER_S
+            self._queue.append(place)
+            try:
+                while is_wanted():
+                    now_s = self.now_s()
+                    rate = max(BYTES_PER_S, (self._num_came - num_came) / max(now_s - began_s, SILENT_S))
+                    alone_s, shared_s = (
+                        min(num_bytes / rate, read_max_s)
+                        for num_bytes in (place.num_bytes, place.num_bytes + self._num_bytes)
+                    )
+                    left_s = min(last_s, end_s - alone_s) - now_s
+                    is_next = self._queue[0] is place and self._fits(place)
+                    if is_next and now_s + shared_s <= end_s:
+                        self._num_bytes += place.num_bytes
+                        place.is_held = True
+                        return True
+                    if left_s <= 0:
+                        return False
+                    self._changed.wait(left_s)
+                return False
+            finally:
+                self._queue.remove(place)
+                if self._queue:
+                    self._changed.notify_all()
+
+    def _fits(self, place: Place) -> bool:
+        return not self._num_bytes or self._num_bytes + place.num_bytes <= BYTES_MAX
+
+    def give_back(self, place: Place) -> None:
+        """The room is free for others; nothing where ``place`` has none."""
+        with self._changed:
+            if place.is_held:
+                place.is_held = False
+                self._num_bytes -= place.num_bytes
+                assert self._num_bytes >= 0
+                self._changed.notify_all()
+
+    def look(self) -> None:
+        """A peer has failed: those who wait look whether they still want room."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- deadlines ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, life: Life, num_bytes: int, num_unseen: int, end_s: float) -> Iterator[ReadTurn]:
+        """A read from that life of a peer, as long as the block lasts.
+
+        Args:
+            life: of the peer.
+            num_bytes: of the read.
+            num_unseen: so many of them may come before ``ReadTurn.came`` is told of any.
+            end_s: until when it is waited for at the latest.
         """
         with self._changed:
-            peer = self._peers.setdefault(life, _Peer())
-            failures = peer.num_failures
-            peer.num_waiting += 1
-
-            def is_over() -> bool:
-                has_room = not peer.num_bytes or peer.num_bytes + num_bytes <= BYTES_MAX
-                return has_room or peer.num_failures != failures
-
-            in_time = self._changed.wait_for(is_over, wait_s)
-            peer.num_waiting -= 1
-            try:
-                if peer.num_failures != failures:
-                    raise PeerUnavailable("another read from it failed")
-                if not in_time:
-                    raise PeerTimeout(f"no room for another read within {wait_s:g} s")
-                peer.num_bytes += num_bytes
-            finally:
-                self._forget(life, peer)
-            turn = ReadTurn(peer, num_bytes, self._now_s)
+            peer = self._peers.get(life)
+            if peer is None:
+                peer = self._peers[life] = _Peer()
+                self._sign(peer)
+            peer.num_turns += 1
+            peer.num_unseen += num_unseen
+            for other in self._peers.values():
+                if other is not peer:
+                    other.num_beside = min(BYTES_MAX, other.num_beside + num_unseen)
+            last_s = self.now_s() + SILENT_S + max(num_bytes, BYTES_MAX) / BYTES_PER_S
         try:
-            yield turn
+            yield ReadTurn(self, peer, min(end_s, last_s))
         finally:
             with self._changed:
-                peer.num_bytes -= num_bytes
-                self._forget(life, peer)
-                self._changed.notify_all()
+                peer.num_turns -= 1
+                peer.num_unseen -= num_unseen
+                if not peer.num_turns:
+                    del self._peers[life]
 
-    def failed(self, life: Life) -> None:
-        """A read or a call of that peer failed: nobody waits for room to read from it."""
+    def _sign(self, peer: _Peer) -> None:
+        peer.sign_s = self.now_s()
+        peer.came_at_sign = self._num_came
+        peer.num_beside = sum(other.num_unseen for other in self._peers.values() if other is not peer)
+
+    def came(self, peer: _Peer, num_bytes: int) -> None:
+        """So many bytes have come from it."""
         with self._changed:
-            peer = self._peers.get(life)
-            if peer is not None:
-                peer.num_failures += 1
-                self._changed.notify_all()
+            self._num_came += num_bytes
+            self._sign(peer)
 
-    def _forget(self, life: Life, peer: _Peer) -> None:
-        """Peers from which nothing is read, nor waited for, are not kept."""
-        if not peer.num_bytes and not peer.num_waiting:
-            self._peers.pop(life, None)
+    def hangs_at_s(self, peer: _Peer) -> float:
+        """From when on the peer counts as one that hangs, if nothing comes from it until then."""
+        with self._changed:
+            num_beside = max(0.0, peer.num_beside - (self._num_came - peer.came_at_sign) / SHARED_RATIO)
+            return peer.sign_s + SILENT_S + (peer.num_unseen + num_beside) / BYTES_PER_S
+
+    # ---- for tests ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_bytes(self) -> dict[Life, int]:
-        """Under way, by life of a peer."""
+    def num_bytes(self) -> int:
+        """Under way."""
         with self._changed:
-            return {life: peer.num_bytes for life, peer in self._peers.items()}
+            return self._num_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Those who wait for room."""
+        with self._changed:
+            return len(self._queue)
+
+    def validate(self) -> None:
+        """Asserts what always holds between calls."""
+        with self._changed:
+            assert self._num_bytes >= 0
+            assert all(not place.is_held for place in self._queue)
+            assert all(peer.num_turns > 0 and peer.num_unseen >= 0 for peer in self._peers.values())

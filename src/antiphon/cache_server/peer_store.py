@@ -6,8 +6,11 @@ a bounded pool of threads, several at once, and decide by ``peer_pull``.
 Always true:
 
 - What cannot be had is a miss: neither a peer nor the coordinator that is dead, hung or slow is an error of the tier.
-- ``get_into`` returns only when nothing writes to its target any more. With a peer that hangs during a read over NIXL
-  that takes longer than its deadline: the peer's breaker opens at the deadline.
+- ``get_into`` returns only when nothing writes to its target any more. With a read over NIXL that is given up that
+  takes longer than its deadline: the breaker of a peer that hangs opens at the deadline, and nobody waits for its room.
+- But for that it ends by ``BUDGET_S``, and what a call takes that is under way then, whatever happens.
+- A chunk has room among all reads before a loan of it is asked for. What has no room, or does not come in time while
+  its peer gives signs, is a miss, and no failure of the peer.
 - True means that the target has the digest that the holder gave.
 - What was handed over (``expect``) is asked of the server that was named, which must prove the cluster secret, and of
   no coordinator; until it is there, that server says it will not come, does not answer, or the time is over.
@@ -29,8 +32,18 @@ from antiphon.cache.lending import Wanted
 from antiphon.cache_server.peer_expected import Expectations, Question
 from antiphon.cache_server.peer_links import PeerLinks
 from antiphon.cache_server.peer_loans import LEND_TIMEOUT_S, PeerLoans
-from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, Whereabouts, pull
-from antiphon.cache_server.peer_room import ReadRoom, ReadTurn
+from antiphon.cache_server.peer_pull import (
+    Action,
+    Ended,
+    GiveBack,
+    LendFrom,
+    NoTime,
+    ReadFrom,
+    Verify,
+    Whereabouts,
+    pull,
+)
+from antiphon.cache_server.peer_room import BYTES_PER_S, Place, ReadRoom, ReadTurn
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError, TierError, TierUnavailable
 from antiphon.core.units import MIB
 from antiphon.observe.tracing import active_span, active_traceparent
@@ -42,10 +55,13 @@ from antiphon.transport.peer_tcp import PeerSocket
 
 TIER_NAME: Final = "peer"
 
-ROOM_WAIT_S: Final = 1.5
-"""For room among the reads of a peer; with the read itself it is below what the tier plan waits."""
+BUDGET_S: Final = 3.0
+"""For all of one ``get_into``. With the calls that it may have begun just before, for a loan and to give it back, it is
+below what the tier plan waits."""
 PIECE_BYTES: Final = 8 * MIB
 """A chunk is read over NIXL in equal pieces of at most this size: the digest of one is taken while the next comes."""
+TCP_PIECE_BYTES: Final = MIB
+"""So many bytes come over TCP before anything is seen of them."""
 ASK_TIMEOUT_S: Final = 0.05
 
 Locate = Callable[[list[bytes], float], wire.Located | None]
@@ -152,6 +168,7 @@ class PeerStore:
                 self.where.counts["failed"] += 1
                 self.where.failed(holder, time.monotonic(), error.message)
                 self.expected.lost(chunks)
+            self.room.look()
             return
         self._links.give_back(holder, link)
         now_s = time.monotonic()
@@ -164,9 +181,25 @@ class PeerStore:
         """Pulls a chunk into ``into``, of ``meta.num_bytes`` bytes; False where no peer gave it."""
         self._check_open()
         assert len(into) == meta.num_bytes, (len(into), meta.num_bytes)
+        end_s = time.monotonic() + BUDGET_S
         self._ask([key])
+        drive = _Drive(self, into, end_s)
+        try:
+            if drive.take_room(lambda: self._is_usable(key)):
+                return self._pull(key, meta, drive)
+            if self._is_usable(key):
+                with self._lock:
+                    self.where.counts["late"] += 1
+            return False
+        finally:
+            drive.close()
+
+    def _is_usable(self, key: bytes) -> bool:
+        with self._lock:
+            return bool(self.where.usable(key, time.monotonic()))
+
+    def _pull(self, key: bytes, meta: ChunkMeta, drive: _Drive) -> bool:
         wanted = Wanted(meta.namespace, meta.layout_fingerprint, meta.num_bytes, meta.format_version)
-        drive = _Drive(self, into)
         with self._lock:
             pulling = pull(self.where, key, wanted, time.monotonic)
         try:
@@ -179,22 +212,23 @@ class PeerStore:
                         if stop.value:
                             self.on_pulled(key)
                         return bool(stop.value)
+                if isinstance(ended, AntiphonError):
+                    self.room.look()
                 ended = drive.do(action)
         finally:
             with self._lock:
                 pulling.close()
-            drive.close()
 
     def hung(self, holder: wire.Holder, error: PeerTimeout) -> None:
         """A read from the holder has missed its deadline, and is not over yet."""
         self.broken(holder, error)
         with self._lock:
             self.where.failed(holder, time.monotonic(), error.message)
+        self.room.look()
 
     def broken(self, holder: wire.Holder, error: AntiphonError) -> None:
         """A call to the holder failed: nobody waits for another one to it."""
         self._loans.failed(holder, error)
-        self.room.failed((holder.instance, holder.incarnation))
         self._links.failed(holder)
 
     def breakers(self) -> dict[str, dict[str, object]]:
@@ -248,17 +282,26 @@ class _Drive:
     Args:
         store: whose.
         into: the target.
+        end_s: when it is over, on the monotonic clock.
     """
 
-    def __init__(self, store: PeerStore, into: memoryview) -> None:
+    def __init__(self, store: PeerStore, into: memoryview, end_s: float) -> None:
         self._store = store
         self._links = store._links
         self._loans = store._loans
         self._into = into
+        self._end_s = end_s
+        self._loan_end_s = end_s - min(BUDGET_S / 2, len(into) / BYTES_PER_S)
+        """Who still waits to ask for a loan then cannot have the bytes in time."""
+        self._place = Place(len(into))
         self._lent: tuple[wire.Holder, wire.LentChunk] | None = None
         """What is to be given back."""
         self._digest = b""
         """Of what was read last."""
+
+    def take_room(self, is_wanted: Callable[[], bool]) -> bool:
+        """Waits for room, as long as it is wanted and in time; returns whether there is some, until ``close``."""
+        return self._store.room.take(self._place, self._end_s - LEND_TIMEOUT_S, is_wanted)
 
     def do(self, action: Action) -> Ended:
         """The answer to ``action``; errors are values."""
@@ -267,93 +310,117 @@ class _Drive:
                 case LendFrom():
                     return self._lend(action)
                 case ReadFrom():
-                    self._read(action)
-                    return None
+                    return self._read(action)
                 case Verify():
                     return self._digest == action.digest
                 case GiveBack():
-                    self.close()
+                    self._give_back()
                     return None
         except AntiphonError as error:
             if isinstance(action, LendFrom):
                 self._links.failed(action.holder)
             return error
 
-    def _lend(self, action: LendFrom) -> wire.LentChunk | None:
-        self.close()
+    def _lend(self, action: LendFrom) -> wire.LentChunk | NoTime | None:
+        self._give_back()
+        if not self._place.is_held and not self.take_room(lambda: True):
+            return NoTime()
         span = active_span()
         if span is not None:
             span.attributes["antiphon.peer"] = action.holder.instance
-        loan = self._loans.lend(action.holder, action.key, action.wanted, active_traceparent())
-        self._lent = None if loan is None else (action.holder, loan)
+        loan = self._loans.lend(action, self._loan_end_s, active_traceparent())
+        self._lent = (action.holder, loan) if isinstance(loan, wire.LentChunk) else None
         return loan
 
-    def _read(self, action: ReadFrom) -> None:
+    def _read(self, action: ReadFrom) -> NoTime | None:
         num_bytes = len(self._into)
-        agent, memory = self._links.agent, self._links.memory_of(action.holder)
+        room, agent, memory = self._store.room, self._links.agent, self._links.memory_of(action.holder)
         life = (action.holder.instance, action.holder.incarnation)
-        with self._store.room.taken(life, num_bytes, ROOM_WAIT_S) as turn:
-            if (
-                agent is not None
-                and memory is not None
-                and self._store.is_registered(address_of(self._into), num_bytes)
-            ):
-                try:
-                    self._read_nixl(action, agent, memory, turn)
-                except PeerUnavailable:
-                    self._links.nixl_ended(action.holder, is_ok=False)  # a peer that lives is read over TCP
-                else:
+        if agent is not None and memory is not None and self._store.is_registered(address_of(self._into), num_bytes):
+            try:
+                late = self._read_nixl(action, agent, memory)
+            except PeerUnavailable:
+                self._links.nixl_ended(action.holder, is_ok=False)  # a peer that lives is read over TCP
+            else:
+                if late is None:
                     self._links.nixl_ended(action.holder, is_ok=True)
                     _note_transport("nixl")
-                    return
-            _note_transport("tcp")
-            self._read_tcp(action, turn)
+                return late
+        if time.monotonic() >= self._end_s:
+            return NoTime()
+        _note_transport("tcp")
+        with room.reading(life, num_bytes, min(num_bytes, TCP_PIECE_BYTES), self._end_s) as turn:
+            return self._read_tcp(action, turn)
 
-    def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> None:
+    def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> NoTime | None:
         digest = PayloadDigest()
 
         def came(piece: memoryview) -> None:
-            turn.came()
+            turn.came(len(piece))
             digest.update(piece)
 
         link = self._links.take(action.holder, LEND_TIMEOUT_S)
         try:
             link.read_into(action.loan.lease, self._into, turn.deadline_s, came)
         except AntiphonError as error:
+            if isinstance(error, PeerTimeout) and not turn.is_hung:
+                return NoTime()
             self._store.broken(action.holder, error)
             raise
         finally:
             self._links.give_back(action.holder, link)
         self._digest = digest.digest()
+        return None
 
-    def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory, turn: ReadTurn) -> None:
-        """Reads piece by piece. Raises as ``Reading.wait``, after which nothing writes to the target."""
-        num_bytes = len(self._into)
-        here, there = address_of(self._into), memory.address + action.loan.offset
-        num_pieces = -(-num_bytes // PIECE_BYTES)
-        ends = [num_bytes * number // num_pieces for number in range(num_pieces + 1)]
-        digest = PayloadDigest()
+    def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory) -> NoTime | None:
+        """Raises as ``Reading.wait``; afterwards nothing writes to the target."""
+        num_bytes, holder = len(self._into), action.holder
+        life = (holder.instance, holder.incarnation)
         readings: list[Reading] = []
-        try:
-            for start, end in pairwise(ends):
-                readings.append(agent.read(memory, there + start, here + start, end - start))
-            for reading, (start, end) in zip(readings, pairwise(ends), strict=True):
-                reading.wait(turn.deadline_s)
-                turn.came()
-                with self._store.digesting:
-                    digest.update(self._into[start:end])
-        except AntiphonError as error:
-            if isinstance(error, PeerTimeout):
-                self._store.hung(action.holder, error)
-            _settle(agent, readings)
-            raise
+        ended: NoTime | AntiphonError
+        with self._store.room.reading(life, num_bytes, num_bytes, self._end_s) as turn:
+            try:
+                self._take_pieces(agent, memory, action.loan.offset, turn, readings)
+                return None
+            except AntiphonError as error:
+                is_late = isinstance(error, PeerTimeout) and not turn.is_hung
+                ended = NoTime() if is_late else error
+        if isinstance(ended, PeerTimeout):
+            self._store.room.give_back(self._place)  # what is still on its way keeps nobody waiting
+            self._store.hung(holder, ended)
+        _settle(agent, readings)
+        if isinstance(ended, NoTime):
+            return ended
+        raise ended
+
+    def _take_pieces(
+        self, agent: NixlAgent, memory: RemoteMemory, offset: int, turn: ReadTurn, readings: list[Reading]
+    ) -> None:
+        """Orders ``readings`` of all pieces of what is at ``offset``, and takes the digest of each as it comes."""
+        num_bytes = len(self._into)
+        here, there = address_of(self._into), memory.address + offset
+        num_pieces = -(-num_bytes // PIECE_BYTES)
+        pieces = list(pairwise(num_bytes * number // num_pieces for number in range(num_pieces + 1)))
+        digest = PayloadDigest()
+        for start, end in pieces:
+            readings.append(agent.read(memory, there + start, here + start, end - start))
+        for reading, (start, end) in zip(readings, pieces, strict=True):
+            reading.wait(turn.look_s)
+            turn.came(end - start)
+            with self._store.digesting:
+                digest.update(self._into[start:end])
         self._digest = digest.digest()
 
-    def close(self) -> None:
+    def _give_back(self) -> None:
         """The loan goes back."""
         lent, self._lent = self._lent, None
         if lent is not None:
             self._loans.give_back(*lent)
+
+    def close(self) -> None:
+        """Loan and room go back."""
+        self._give_back()
+        self._store.room.give_back(self._place)
 
 
 def _settle(agent: NixlAgent, readings: Sequence[Reading]) -> None:
