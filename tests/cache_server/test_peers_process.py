@@ -170,7 +170,9 @@ def test_another_secret_is_refused_by_coordinator_and_peers(
             lambda: (found := liar.ask("status")) and "secret" in str(found["reason"]) and found, "the refusal"
         )
         assert not status["is_member"]
-        assert coordinator.get("/status")[1]["members"] == []
+        told = coordinator.get("/status")[1]
+        assert told["members"] == []
+        assert told["refused"] >= 1
     with HostProcess(tmp_path, "a", coordinator.url, secret) as a:
         ready(a, "tcp")
         program = (

@@ -209,6 +209,18 @@ def test_a_job_says_how_it_ended() -> None:
     assert (told(spans[2])["chunks.asked"], told(spans[2])["chunks.found"]) == (2, 1)
 
 
+def test_a_question_that_another_process_has_a_span_of_is_told_whatever_it_found() -> None:
+    traces, spans = made()
+    for has_parts in (False, True):
+        part = traces.begin_part(PARENT)
+        assert part is not None
+        part[0].has_parts = has_parts
+        traces.record(job(JobKind.ASK, key(1)), "peer", part, TierDone(JobId(1), Outcome.DONE, found=(False,)))
+        assert len(spans) == has_parts
+    assert spans[0].name == "peer.locate"
+    assert (told(spans[0])["chunks.asked"], told(spans[0])["chunks.found"]) == (1, 0)
+
+
 def reserved(*offsets: int) -> wire.Reserved:
     grants = tuple(wire.Grant(index, wire.Region(offset, 10, 1), (0,)) for index, offset in enumerate(offsets))
     return wire.Reserved(("write",) * len(offsets), grants, None)

@@ -388,6 +388,27 @@ def test_bytes_for_people(num_bytes: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"is_member": True, "is_listed": True, "reason": None}, "a member of the cluster at c:1"),
+        (
+            {"is_member": True, "is_listed": False, "reason": None},
+            "a member of the cluster at c:1, which is still told",
+        ),
+        (
+            {"is_member": False, "is_listed": False, "reason": "no\x1b way"},
+            "NOT SHARING, no member at c:1: no\\x1b way",
+        ),
+    ],
+)
+def test_a_server_says_whether_it_shares(told: dict[str, Any], said: str) -> None:
+    lines = status_lines(STATUS | {"peers": told | {"coordinator_url": "c:1"}})
+    (line,) = [line for line in lines if line.startswith("peers ")]
+    assert line.startswith(f"peers     {said}")
+    assert not [line for line in status_lines(STATUS) if line.startswith("peers ")]
+
+
+@pytest.mark.parametrize(
     ("is_healthy", "reason", "said"),
     [
         (True, None, ""),

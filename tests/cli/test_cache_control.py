@@ -123,7 +123,7 @@ async def test_list_pin_and_clear_a_prompt(process: Process, tmp_path: Path) -> 
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert "2 pins keep 2097152 bytes of what would be cleared (unpin them" in refused.stderr
         ended = await verb("unpin", CHAIN[0].hex()[:8])
-        assert ended.output == f"{process.url}: 1 pins ended, 2.0 MiB still pinned\n"
+        assert ended.output == f"{process.url}: 1 pin ended, 2.0 MiB still pinned\n"
         assert (await verb("unpin", "ffffffff")).exit_code == 1
         assert "pins      1, 2.0 MiB of at most" in (await verb("status")).output
         with tokenizing(TOKENS) as (tokenizer, asked):
@@ -131,7 +131,7 @@ async def test_list_pin_and_clear_a_prompt(process: Process, tmp_path: Path) -> 
         assert "all 2 chunks pinned" in again.output
         assert asked == [{"path": "/tokenize", "model": "m", "messages": [{"role": "system", "content": "You are"}]}]
         cleared = await verb("clear", "--tenant", "default", "--pinned")
-        assert cleared.output == f"{process.url}: 2 chunks forgotten, 2.0 MiB free at once, 1 pins ended\n"
+        assert cleared.output == f"{process.url}: 2 chunks forgotten, 2.0 MiB free at once, 1 pin ended\n"
 
 
 @pytest.mark.process
@@ -238,8 +238,8 @@ def saying(sayings: Sayings) -> Iterator[str]:
     ("verb", "done"),
     [
         (("clear",), "3 chunks forgotten"),
-        (("pin", "a" * 64), "all 1 chunks pinned"),
-        (("unpin", "--all"), "1 pins ended"),
+        (("pin", "a" * 64), "all 1 chunk pinned"),
+        (("unpin", "--all"), "1 pin ended"),
         (("quota", "team=1"), "team has a quota of"),
     ],
 )
@@ -395,7 +395,30 @@ def test_what_a_clear_meant_for_people() -> None:
         "  and in disk",
     ]
     assert lines[3].startswith("  and in s3\\x1b, for all that use it")
-    assert lines[4] == "  what peers hold is theirs: clear it there"
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize("num_that_share", [0, 1, 2])
+def test_what_other_servers_hold_is_said_once_after_all(num_that_share: int) -> None:
+    sharing: Sayings = {"POST /clear": (200, CLEARED | {"tiers": [], "is_known": True, "has_peers": True})}
+    with saying(sharing if num_that_share else DONE) as first, saying(sharing if num_that_share > 1 else DONE) as last:
+        lines = run("clear", "--url", first, "--url", last).output.splitlines()
+    said = "cache servers that are not named here keep what they hold"
+    assert [line.split(": ")[0] for line in lines] == [first, last, *([said] if num_that_share else [])]
+
+
+def test_a_refused_clear_names_the_flag() -> None:
+    code = {"code": "chunks_pinned", "message": "1 pin keeps 7 bytes (unpin them)"}
+    with saying({"POST /clear": (409, {"error": code})}) as url:
+        result = run("clear", "--url", url)
+    assert result.exit_code == 1
+    assert "fix: antiphon cache unpin --all, or clear --pinned" in result.stderr
+
+
+def test_one_is_one() -> None:
+    cleared = {"num_chunks": 1, "freed_bytes": 1024, "held_bytes": 0, "num_unpinned": 1}
+    lines = cleared_lines("u", cleared | {"tiers": [], "is_known": True, "has_peers": False})
+    assert lines == ["u: 1 chunk forgotten, 1.0 KiB free at once, 1 pin ended"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,16 @@ def test_a_cause_is_said_once_in_a_while(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
+def test_a_cause_may_be_quiet_for_longer(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [100.0]
+    log = QuietLog(logging.getLogger("quiet"), lambda: now_s[0], repeat_after_s=60.0)
+    for _ in range(4):
+        log.warning("a", "first")
+        now_s[0] += REPEAT_AFTER_S / 2
+    log.warning("a", "again")
+    assert [record.getMessage() for record in caplog.records] == ["first", "again (3 more since the last line)"]
+
+
 def test_a_few_lines_may_be_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     now_s = 0.0

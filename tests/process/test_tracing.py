@@ -220,6 +220,22 @@ def test_a_lookup_of_what_a_tier_and_a_peer_have(world: World) -> None:
     assert by_id[locate.parent_id].name == "peer.locate"
 
 
+def test_a_question_that_finds_nothing_is_in_its_trace(world: World) -> None:
+    attach = {"slab_bytes": 256, "chunk_size_tokens": CHUNK, "role": "scheduler"}
+    with Client(world.prefill_server.socket_path).hello().attach(**attach) as client:
+        client.send(wire.Lookup("r", namespace_of("z"), "t", b"".join(keys_of("z", 2)), 5.0, 0.0, None, TRACEPARENT))
+        answer = client.receive().body
+        if isinstance(answer, wire.Onboarding):
+            answer = client.receive().body
+        assert isinstance(answer, wire.Found), answer
+        assert answer.num_tokens == 0
+    spans = world.seen.wait_trace(CLIENT_TRACE, {"cache.lookup", "peer.locate", "directory.locate"})
+    by_id = {span.span_id: span for span in spans}
+    parents = {(span.name, by_id[span.parent_id].name if span.parent_id in by_id else "") for span in spans}
+    assert parents == {("cache.lookup", ""), ("peer.locate", "cache.lookup"), ("directory.locate", "peer.locate")}
+    assert {span["chunks.found"] for span in spans if span.name != "cache.lookup"} == {0}
+
+
 def store(client: Client, keys: list[bytes]) -> None:
     """Once there is room: the arena is populated in the background."""
     wait_for(lambda: set(client.store("x", keys)) == {"write"}, "the chunks are stored")

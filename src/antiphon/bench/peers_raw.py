@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import secrets
 import sys
@@ -25,6 +26,7 @@ POLL_S = 0.000_2
 def new_agent(buffer: Buffer) -> Any:
     """An agent with ``buffer`` registered, and no progress thread."""
     api: Any = importlib.import_module("nixl._api")
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of each agent on standard output, among the figures
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=["UCX"])
     agent = api.nixl_agent(f"bench-{secrets.token_hex(8)}", config)

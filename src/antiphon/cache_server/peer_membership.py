@@ -22,6 +22,7 @@ from antiphon.cache_server.peer_threads import CacheThread
 from antiphon.core.errors import AntiphonError, PeerTimeout, PeerUnavailable, ProtocolError
 from antiphon.core.namespace import FORMAT_VERSION
 from antiphon.core.quiet_log import QuietLog
+from antiphon.observe.tracing import ActiveSpan
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Asker
 from antiphon.transport.peer_tcp import PeerStream
@@ -36,6 +37,8 @@ ASKING_MAX: Final = 256
 """Questions under way at once."""
 GATHER_S: Final = 0.01
 """What is stored one after the other is told at once."""
+SAID_AGAIN_S: Final = 60.0
+"""How often the log says why this server is no member, where that does not change."""
 
 
 class Membership:
@@ -62,7 +65,8 @@ class Membership:
         self._make_feed = make_feed
         self._wait_for_changes = wait_for_changes
         self._cache = cache
-        self._quiet = QuietLog(log, num_lines=20)
+        self._lost = QuietLog(log, repeat_after_s=SAID_AGAIN_S)
+        self._joined = QuietLog(log, num_lines=20)
         self._breaker = Breaker(0.5, 2.0)
         self._session: _Session | None = None
         self.is_listed = False
@@ -78,6 +82,8 @@ class Membership:
 
     async def run(self) -> None:
         """Stays a member until it is cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
         retry_s = RETRY_MIN_S
         while True:
             num_joins = self.num_joins
@@ -85,9 +91,11 @@ class Membership:
                 await self._be_member()
             except (AntiphonError, TimeoutError) as error:
                 self.reason = str(error) or type(error).__name__
-                self._quiet.say(logging.WARNING, "lost coordinators", "no member of the cluster: %s", self.reason)
+                self._lost.warning(self.reason, "no member of the cluster: %s", self.reason)
             self._session = None
             self.is_listed = False
+            if task.cancelling():  # a group of tasks that fails just then raises its errors instead
+                raise asyncio.CancelledError
             retry_s = RETRY_MIN_S if self.num_joins != num_joins else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 
@@ -116,7 +124,7 @@ class Membership:
         heartbeat_s = min(60.0, max(0.05, joined.heartbeat_s))
         self.num_joins += 1
         self._session, self.reason = session, ""
-        log.info("a member of the cluster at %s", self._coordinator_url)
+        self._joined.info("joins", "a member of the cluster at %s", self._coordinator_url)
         feed = await self._cache.call(self._make_feed)
         num_listings = self.num_listings
         while True:
@@ -132,11 +140,11 @@ class Membership:
                 await self._wait_for_changes(heartbeat_s)
                 await asyncio.sleep(GATHER_S)
 
-    async def ask(self, keys: list[bytes], timeout_s: float, traceparent: str = "") -> wire.Located | None:
+    async def ask(self, keys: list[bytes], timeout_s: float, span: ActiveSpan | None = None) -> wire.Located | None:
         """Which members hold ``keys``; None where that is not known, and for a while after a failure.
 
         Args:
-            traceparent: the span that asks; empty where it is not traced.
+            span: that asks, which has a part once the question is sent; None where it is not traced.
         """
         loop = asyncio.get_running_loop()
         session, breaker = self._session, self._breaker
@@ -146,6 +154,9 @@ class Membership:
             if not breaker.is_due(loop.time()):
                 return None
             breaker.probing()
+        traceparent = ""
+        if span is not None:
+            traceparent, span.has_parts = span.context.traceparent, True
         try:
             located = await session.call(wire.Locate(b"".join(keys), traceparent), timeout_s)
         except (AntiphonError, asyncio.CancelledError) as error:

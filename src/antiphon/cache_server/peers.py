@@ -35,7 +35,7 @@ from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.cluster import address_of, cluster_secret, host_port_of
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import ConfigError, PeerUnavailable
-from antiphon.observe.tracing import Tracing, active_traceparent
+from antiphon.observe.tracing import Tracing, active_span
 from antiphon.protocol.cache_handoff import HandoffKey
 from antiphon.protocol.peers import Holder, Located
 from antiphon.storage.arena import ArenaMapping
@@ -232,7 +232,7 @@ class Peers:
         loop = self._loop
         if loop is None or not self._membership.is_member:
             return None
-        asking = self._membership.ask(keys, timeout_s, active_traceparent())
+        asking = self._membership.ask(keys, timeout_s, active_span())
         try:
             future = asyncio.run_coroutine_threadsafe(asking, loop)
         except RuntimeError:
@@ -258,6 +258,7 @@ class Peers:
         return {
             "pulled": pulls["pulled"],
             "absent": pulls["absent"],
+            "late": pulls["late"],
             "failed": pulls["failed"],
             "corrupt": pulls["corrupt"],
             "breakers_opened": pulls["breakers_opened"],
@@ -285,7 +286,7 @@ class Peers:
             "nixl": "in use" if self._agent is not None else self._agent_error or "starting",
             "num_connections": self._serving.num_connections,
             "num_loans": self.lender.num_loans,
-            "num_undigested": self._serving.digests.num_ahead,
+            "num_undigested": self._serving.digests.num_waiting,
             "lent_bytes": self.lender.lent_bytes(),
             "breakers": self.store.breakers(),
             "counts": self.counts(),

@@ -29,7 +29,8 @@ def open_stores(specs: Sequence[TierSpec]) -> list[TierStore]:
         for store in stores:
             store.close()
         if isinstance(error, TierError):
-            raise ConfigError(f"the tier {specs[len(stores)].tier_name}: {error.message}", field="l2") from error
+            name = specs[len(stores)].tier_name
+            raise ConfigError(f"the tier {name}: {error.message}", field="l2", remedy=error.remedy) from error
         raise
     return stores
 

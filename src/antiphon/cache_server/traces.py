@@ -33,7 +33,8 @@ log = logging.getLogger("antiphon.cache_server")
 PARTS_MAX: Final = 32
 """Spans of chunks that are read for one lookup: a long prompt has hundreds, of which the first say enough."""
 QUESTIONS_MAX: Final = 32
-"""Questions which chunks are there that may become spans of one lookup: most find nothing, and become none."""
+"""Questions which chunks are there that may become spans of one lookup. Most find nothing, and become none, but for
+those of which the coordinator has a span."""
 REGIONS_MAX: Final = 65_536
 """Regions that are being written for traced requests; stores beyond them leave no span."""
 
@@ -210,7 +211,7 @@ class ServerTraces(_Supervised):
         attributes = {"antiphon.instance": self._instance, "antiphon.tier": tier, "antiphon.result": done.outcome.value}
         told = attributes | span.attributes
         if job.kind is JobKind.ASK:
-            if done.outcome is Outcome.DONE and not any(done.found):
+            if done.outcome is Outcome.DONE and not any(done.found) and not span.has_parts:
                 return  # what is being stored elsewhere is asked for again and again
             told |= {"antiphon.chunks.asked": len(job.keys), "antiphon.chunks.found": sum(done.found)}
         else:

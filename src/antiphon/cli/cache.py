@@ -149,6 +149,7 @@ def status_lines(answer: dict[str, Any]) -> list[str]:
         *([f"its memory is not complete: {printable(l1['detail'])}"] if l1["detail"] else []),
         *(f"{title:<9} {text}" for title, text in rows),
         *map(_tier_line, answer["storage_manager"].get("l2_tiers", ())),
+        *([_peers_line(answer["peers"])] if "peers" in answer else []),
         "",
         *_engine_lines(answer["engines"]),
         *_tenant_lines(answer["tenants"]),
@@ -168,6 +169,17 @@ def _tier_line(tier: dict[str, Any]) -> str:
         f"{fetches['hit']} of {num_asked} read, {publications['published']} stored, {format_bytes(queue['bytes'])} wait"
         f"{state}"
     )
+
+
+def _peers_line(peers: dict[str, Any]) -> str:
+    """Whether it shares with other cache servers."""
+    coordinator = printable(peers["coordinator_url"])
+    if not peers["is_member"]:
+        state = f"NOT SHARING, no member at {coordinator}: {printable(peers['reason'] or '')}"
+    else:
+        state = f"a member of the cluster at {coordinator}"
+        state += "" if peers["is_listed"] else ", which is still told what is here"
+    return f"{'peers':<9} {state}"
 
 
 def _engine_lines(engines: list[dict[str, Any]]) -> list[str]:

@@ -54,7 +54,16 @@ class NotThere(AntiphonError):
 
 
 class ServerRefuses(AntiphonError):
-    """The server answers, and does not do what it was asked."""
+    """The server answers, and does not do what it was asked.
+
+    Args:
+        message, remedy: for people.
+        code: why, as the server names it; empty where it does not.
+    """
+
+    def __init__(self, message: str, *, remedy: str | None = None, code: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.code = code
 
 
 class AdminClient:
@@ -107,7 +116,9 @@ class AdminClient:
             message = printable(str(detail.get("message") if isinstance(detail, dict) else detail))
             if status == HTTPStatus.NOT_FOUND:
                 raise NotThere(f"{self.url}: {message}")
-            raise ServerRefuses(f"{self.url} refuses {method} {path}: {message} (status {status})")
+            raise ServerRefuses(
+                f"{self.url} refuses {method} {path}: {message} (status {status})", code=str(code or "")
+            )
         lacking = sorted(FIELDS.get(f"{method} {path}", FIELDS[path]) - answer.keys())
         if lacking:
             raise self._asker.wrong_kind(f"{path} lacks {', '.join(lacking)}")

@@ -39,6 +39,8 @@ HEARTBEATS_PER_TIMEOUT: Final = 3
 _EXPIRE_INTERVAL_S: Final = 0.25
 _SILENCE_MAX_S: Final = 120.0
 """A connection on which nothing comes for so long is closed."""
+_REFUSALS_SAID_S: Final = 60.0
+"""The log names three refusals in so long: a server that is refused comes again every second or two."""
 
 
 class Coordinator:
@@ -57,6 +59,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._expiring: asyncio.Task[None] | None = None
         self._quiet = QuietLog(log, num_lines=20)
+        self._refusals = QuietLog(log, num_lines=3, repeat_after_s=_REFUSALS_SAID_S)
         self.directory = Directory(options)
         self.incarnation = new_incarnation()
         self.counts: Counter[str] = Counter()
@@ -91,9 +94,32 @@ class Coordinator:
                 )
 
     async def _serve(self, stream: PeerStream) -> None:
+        try:
+            hello = await self._proved(stream)
+            if hello is not None:
+                await self._talk(stream, hello)
+        finally:
+            stream.close()
+
+    async def _proved(self, stream: PeerStream) -> wire.Hello | None:
+        """Who has shown the secret; None where that did not happen."""
+        answerer = Answerer(self._secret, wire.COORDINATOR, "coordinator", self.incarnation)
+        try:
+            return await stream.prove(answerer)
+        except PeerRefused as error:
+            self._refused("a connection", error)
+        except AntiphonError as error:
+            hello = answerer.hello
+            if hello is None:
+                log.debug("a connection ended: %s", error)
+            else:  # who has another secret sees it first, and goes without a word
+                reason = f"{hello.instance} has not shown the cluster secret: {error.message}"
+                self._refused("a connection", PeerRefused(reason))
+        return None
+
+    async def _talk(self, stream: PeerStream, hello: wire.Hello) -> None:
         session: int | None = None
         try:
-            hello = await stream.prove(Answerer(self._secret, wire.COORDINATOR, "coordinator", self.incarnation))
             while True:
                 async with asyncio.timeout(_SILENCE_MAX_S):
                     call = await stream.receive()
@@ -106,19 +132,19 @@ class Coordinator:
                     else:
                         answer = self._answer(session, call.body)
                 except AntiphonError as error:
-                    self.counts["refused"] += 1
+                    self._refused(f"a call of {hello.instance}", error)
                     answer = wire.failure_of(error)
                 async with asyncio.timeout(_SILENCE_MAX_S):
                     await stream.send(call.id, answer)
-        except PeerRefused as error:
-            self.counts["refused"] += 1
-            self._quiet.say(logging.WARNING, "refused connections", "a connection is refused: %s", error.message)
         except (AntiphonError, TimeoutError) as error:
             log.debug("a connection ended: %s", error)
         finally:
             if session is not None:
                 self.directory.leave(session)
-            stream.close()
+
+    def _refused(self, what: str, error: AntiphonError) -> None:
+        self.counts["refused"] += 1
+        self._refusals.warning("refusals", "%s is refused: %s", what, error.message)
 
     def _join(self, hello: wire.Hello, body: wire.Join) -> int:
         if body.tier_format != FORMAT_VERSION:

@@ -15,7 +15,7 @@ CAUSES_MAX: Final = 64
 
 
 class QuietLog:
-    """Logs at most ``num_lines`` of a cause in ``REPEAT_AFTER_S``; the next line says how many were left out.
+    """Logs at most ``num_lines`` of a cause in ``repeat_after_s``; the next line says how many were left out.
 
     Safe for any thread.
 
@@ -23,14 +23,21 @@ class QuietLog:
         log: where the lines go.
         clock_s: the time in seconds.
         num_lines: of one cause, before the others are left out.
+        repeat_after_s: seconds until a cause is said again.
     """
 
     def __init__(
-        self, log: logging.Logger, clock_s: Callable[[], float] = time.monotonic, *, num_lines: int = 1
+        self,
+        log: logging.Logger,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        num_lines: int = 1,
+        repeat_after_s: float = REPEAT_AFTER_S,
     ) -> None:
         self._log = log
         self._clock_s = clock_s
         self._num_lines = num_lines
+        self._repeat_after_s = repeat_after_s
         self._lock = threading.Lock()
         self._said: dict[str, tuple[float, int]] = {}  # cause -> when its window began, lines asked for since
 
@@ -57,7 +64,7 @@ class QuietLog:
         with self._lock:
             began_s, num_asked = self._said.pop(cause, (-math.inf, 0))
             num_left_out = 0
-            if now_s - began_s >= REPEAT_AFTER_S:
+            if now_s - began_s >= self._repeat_after_s:
                 num_left_out = max(0, num_asked - self._num_lines)
                 began_s, num_asked = now_s, 0
             while len(self._said) >= CAUSES_MAX:

@@ -313,10 +313,15 @@ class Tracing:
 
 @dataclass(slots=True)
 class ActiveSpan:
-    """A span that has not ended, for those that are called on the way and have something to say about it."""
+    """A span that has not ended, for those that are called on the way and have something to say about it.
+
+    Args:
+        has_parts: another process was given it as the parent of a span of its own, so that it must be sent.
+    """
 
     context: SpanContext
     attributes: dict[str, Value | None] = field(default_factory=dict)
+    has_parts: bool = False
 
 
 _ACTIVE: ContextVar[ActiveSpan | None] = ContextVar("antiphon_span", default=None)
