@@ -160,3 +160,25 @@ def test_the_command_and_the_router_spec_import_little() -> None:
     assert not {"pydantic", "yaml", "rich", "asyncio", "antiphon.cli.config"} & modules
     modules = imported_by("import antiphon.config.router_spec, antiphon.cli.flags")
     assert not {"yaml", "antiphon.config.spec", "antiphon.config.compile"} & modules
+
+
+@pytest.mark.parametrize(
+    ("args", "flag", "bare", "off"),
+    [
+        (["up", "--tracing.enabled", "true"], "--tracing.enabled", "--tracing.enabled", "--tracing.no-enabled"),
+        (["up", "--router.port", "1", "--cache.no-shared", "0"], "--cache.no-shared", "--cache.shared", "--cache.no-"),
+        (["router", "--access_log", "yes"], "--access_log", "--access-log", "--no-access-log"),
+        (["coordinator", "--enable-tracing", "false"], "--enable-tracing", "--enable-tracing", "--no-enable-tracing"),
+    ],
+)
+def test_a_value_behind_a_flag_that_takes_none(args: list[str], flag: str, bare: str, off: str) -> None:
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 2
+    assert f"Got unexpected extra argument ({args[-1]}). {flag} takes no value: write {bare} for true" in result.output
+    assert f", or {off}" in result.output
+
+
+def test_another_extra_argument_names_no_flag() -> None:
+    result = CliRunner().invoke(main, ["up", "--router.port", "1", "true"])
+    assert "Got unexpected extra argument (true)\n" in result.output
+    assert "takes no value" not in result.output

@@ -22,6 +22,7 @@ from antiphon.cli.main import main
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import HostFacts, InterpreterFacts, interpreter_key
 from antiphon.config.model_facts import ModelFacts
+from antiphon.config.problems import Problem
 from tests.config.facts_for_tests import GOOD_INTERPRETER, LAPTOP, facts_of
 
 FOLDER = Path(__file__).parents[1] / "config" / "golden"
@@ -43,6 +44,8 @@ def stated_facts(name: str) -> Callable[[Compiled], HostFacts]:
             changes["model"] = ModelFacts(**changes["model"])
         if "ports_in_use" in changes:
             changes["ports_in_use"] = frozenset(changes["ports_in_use"])
+        if "key_file_problems" in changes:
+            changes["key_file_problems"] = tuple(Problem(*each) for each in changes["key_file_problems"])
         interpreters = changes.get("interpreters", {})
         missing = {"/no/such/python": {"error": "No such file or directory"}}
         changes["interpreters"] = {

@@ -273,13 +273,14 @@ def test_simulated_engines_use_none_unless_it_is_written() -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_engines_on_cuda_get_none_unless_it_is_written(device: str) -> None:
-    """In this version they cannot use one: it would hold memory for nothing."""
-    sets = {"engine.device": device, "cache.l1_size_bytes": "1GB"}
+    """Memory of the host is taken for the cache where somebody has written of one."""
+    sets = {"engine.device": device}
     compiled = compiled_from(sets, GPU_HOST)
     assert compiled.servers == ()
     assert not any("AntiphonConnector" in arg for plan in compiled.plans for arg in plan.argv)
     (notice,) = [each for each in compiled.notices if each.field == "cache.enabled"]
     assert "the prefill and decode engines run on CUDA" in notice.message
+    assert "without a cache: section no cache server is started" in notice.message
     assert "write true to start one" in notice.message
     off = compiled_from(sets | {"cache.enabled": False}, GPU_HOST)
     assert "cache.enabled" not in {each.field for each in off.notices}
@@ -288,8 +289,28 @@ def test_engines_on_cuda_get_none_unless_it_is_written(device: str) -> None:
     assert "cache.enabled" not in {each.field for each in written.notices}
 
 
+@pytest.mark.parametrize("engine", [{"engine.device": "cuda"}, {"engine.kind": "simulated"}])
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"cache.shared": True},
+        {"cache.shared": False},
+        {"cache.l1_size_bytes": "1GB"},
+        {"cache.eviction_policy": "arc"},
+        {"cache.l2": ["redis://127.0.0.1:6379/0"]},
+        {"cache.peers": True},
+    ],
+)
+def test_any_key_of_the_cache_starts_the_servers(engine: dict[str, Any], written: dict[str, Any]) -> None:
+    compiled = compiled_from(engine | written, GPU_HOST)
+    assert compiled.servers
+    assert all(any(server.serves(engine) for server in compiled.servers) for engine in compiled.engines)
+    assert "cache.enabled" not in {each.field for each in compiled.notices}
+    assert compiled_from(engine | written | {"cache.enabled": False}, GPU_HOST).servers == ()
+
+
 def test_only_the_pool_on_cuda_goes_without() -> None:
-    compiled = compiled_from(CPU | {"prefill.device": "cuda"}, GPU_HOST)
+    compiled = compiled_from({"engine.device": "cpu", "prefill.device": "cuda"}, GPU_HOST)
     assert [server.name for server in compiled.servers] == ["cache-decode"]
     (notice,) = [each for each in compiled.notices if each.field == "cache.enabled"]
     assert notice.message.startswith("the prefill engines run on CUDA")

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from antiphon.config import cuda, facts, resolve
+from antiphon.config.checks import run_checks
 from antiphon.config.hosts import is_loopback, is_this_machine
 from antiphon.config.model_facts import ModelFacts
-from tests.config.facts_for_tests import compiled_from
+from tests.config.facts_for_tests import compiled_from, facts_of
 
 
 def script(path: Path, body: str) -> str:
@@ -127,7 +128,8 @@ def test_model_folder(tmp_path: Path) -> None:
 def test_files_with_keys(tmp_path: Path, name: str) -> None:
     def error(path: Path, **sets: str) -> str | None:
         compiled = compiled_from({"engine.kind": "simulated", f"router.{name}": str(path), **sets})
-        return facts.gather_facts(compiled).key_file_errors.get(f"router.{name}")
+        found = {each.field: each.message for each in facts.gather_facts(compiled).key_file_problems}
+        return found.get(f"router.{name}")
 
     key = tmp_path / "key"
     assert error(key) == f"{key} cannot be read: No such file or directory"
@@ -141,6 +143,29 @@ def test_files_with_keys(tmp_path: Path, name: str) -> None:
     assert error(key) == f"{key}: line 1 is no key"
     key.write_text("one\n# and\n two \n")
     assert error(key) == (None if name == "api_key_file" else f"{key} has 2 keys")
+
+
+def test_a_cluster_secret_that_is_short_or_open_to_others(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    sets = {"engine.device": "cpu", "cache.peers": True, "cache.cluster_secret_file": str(secret)}
+    compiled = compiled_from(sets)
+    secret.write_text("short")
+    secret.chmod(0o644)
+    found = facts.gather_facts(compiled)
+    (problem,) = found.key_file_problems
+    assert problem.field == "cache.cluster_secret_file"
+    assert problem.message == f"the secret in {secret} has 5 characters; 32 are the least"
+    assert problem.fix == "write one with: openssl rand -hex 32"
+    (notice,) = found.key_file_notices
+    assert notice.field == "cache.cluster_secret_file"
+    assert "open to other users of this host (mode 0644)" in notice.message
+    assert f"chmod 600 {secret}" in notice.message
+    report = run_checks(compiled, facts_of(compiled, key_file_notices=found.key_file_notices))
+    assert notice in report.notices
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    found = facts.gather_facts(compiled)
+    assert (found.key_file_problems, found.key_file_notices) == ((), ())
 
 
 def test_a_file_of_tenants(tmp_path: Path) -> None:

@@ -41,6 +41,24 @@ def test_engines_get_the_cache_connector_alone() -> None:
     assert problems(result) == {}
 
 
+def test_engines_repeat_events_for_the_length_that_is_implied() -> None:
+    """As they do where the same length is written."""
+    implied, written = compiled_from(PEERS), compiled_from(PEERS | {"router.local_max_tokens": 255})
+    for result in (implied, written):
+        assert "replay_endpoint" in json.loads(value(result, "prefill-0", "--kv-events-config") or "null")
+        assert [engine.kv_replay_port for engine in result.engines] == [5800, 5900]
+        assert not [notice for notice in result.notices if notice.field.endswith("kv_replay_port")]
+    assert [plan.argv for plan in implied.plans] == [plan.argv for plan in written.plans]
+    assert [plan.ports for plan in implied.plans] == [plan.ports for plan in written.plans]
+
+
+def test_at_an_ipv6_address_it_is_said_that_none_are_repeated() -> None:
+    result = compiled_from(PEERS | {"prefill.hosts": ["::1"], "decode.hosts": ["::1"]})
+    said = [notice.message for notice in result.notices if notice.field.endswith("kv_replay_port")]
+    assert len(said) == 2
+    assert all("IPv6" in text for text in said)
+
+
 def test_nixl_stays_the_default() -> None:
     result = compiled_from({"engine.device": "cpu"})
     assert transfer(result, "prefill-0")["kv_connector"] == "MultiConnector"

@@ -188,6 +188,15 @@ def test_the_router_is_told_the_kv_of_a_token(model: str) -> None:
     assert "2048 tokens" in notice.message
 
 
+@pytest.mark.parametrize(("longest", "waits"), [(4096, True), (2049, True), (2048, False), (1024, False)])
+def test_no_prompt_is_said_to_wait_that_no_request_may_have(model: str, longest: int, waits: bool) -> None:
+    compiled = compiled_from({"model.path": model, "model.max_model_len": longest})
+    (notice,) = [n for n in compiled.notices if n.field == "router.kv_bytes_per_token"]
+    assert ("prompts of 2048 tokens or more" in notice.message) is waits
+    expected = f"no prompt waits for another: one would at 2048 tokens, and a request has at most {longest}"
+    assert (expected in notice.message) is not waits
+
+
 def test_what_is_written_or_not_known_stays(model: str) -> None:
     assert kv_bytes(model, router__kv_bytes_per_token=7) == "7"
     assert kv_bytes(model, router__kv_bytes_per_token=0) is None

@@ -382,7 +382,7 @@ def test_reused_pid_is_not_believed(make_host: MakeHost) -> None:
     assert not report.is_up
     assert [row.state for row in report.processes] == ["dead"]
     code, text = host.down("--name", host.name)
-    assert (code, "is not up" in text) == (0, True)
+    assert (code, "it is put away" in text) == (0, True)
 
 
 def test_gone_reader_of_the_console_does_not_end_the_run(make_host: MakeHost) -> None:

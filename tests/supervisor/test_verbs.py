@@ -137,7 +137,7 @@ def test_table_tells_what_a_cache_server_holds() -> None:
     shown = table_lines(
         report(
             row(name="cache-prefill", num_objects=1, used_bytes=11_796_480, total_bytes=10**9, **cache),
-            row(name="cache-decode", is_load_unknown=True, **cache),
+            row(name="cache-decode", is_load_unknown=True, lacks=("shares nothing\x1b",), **cache),
             row(name="cache-x", state="restarting", pid=None, **cache),
         )
     )
@@ -147,6 +147,7 @@ def test_table_tells_what_a_cache_server_holds() -> None:
         "cache-x        cache_server  -    restarting  8090  1m15s   -        -        0",
         "cache-prefill holds 1 object, 11.8 MB of 1 GB",
         "cache-decode did not tell what it holds in time (http://127.0.0.1:8090/status)",
+        "cache-decode shares nothing\\x1b",
     ]
 
 

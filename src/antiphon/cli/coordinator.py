@@ -9,15 +9,16 @@ from typing import Any
 
 import click
 
-from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
 from antiphon.config.coordinator_spec import CoordinatorSpec
+from antiphon.config.key_files import shown_to_others
 from antiphon.coordinator.app import serve
 from antiphon.coordinator.server import Coordinator
 from antiphon.core.errors import ConfigError, StartError
 from antiphon.transport.loop import run
 
 
-@click.command()
+@click.command(cls=FlagsCommand)
 @spec_options(CoordinatorSpec)
 def coordinator(**params: Any) -> None:
     """Run a coordinator: it knows which cache servers are alive and which holds what. Its loss costs sharing only.
@@ -32,6 +33,9 @@ def coordinator(**params: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    if spec.cluster_secret_file is not None and (text := shown_to_others(spec.cluster_secret_file)) is not None:
+        log.warning("--cluster-secret-file: %s", text)
 
     def announce(started: Coordinator, http_port: int) -> None:
         log.info("ready: incarnation=%s port=%d http_port=%d", started.incarnation, started.port, http_port)

@@ -48,7 +48,9 @@ def down(name: str | None, config_file: Path | None, state_dir: str | None, time
     except AntiphonError as error:
         click.echo(str(error), err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-    if not result.was_up:
+    if result.is_put_away:
+        click.echo(f"{name} had ended without being stopped; it is put away, and nothing of it is left")
+    elif not result.was_up:
         click.echo(f"{name} is not up (state folder: {place})")
     elif result.is_down:
         click.echo(f"{name} is down; nothing of it is left")

@@ -8,6 +8,7 @@ that is not given is absent from the result, so that the file's value, or the de
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import click
@@ -37,6 +38,32 @@ def spec_options(model: type[SpecModel], *, skip: Collection[str] = ()) -> Calla
         return command
 
     return decorate
+
+
+class FlagsCommand(click.Command):
+    """A command with the options of a spec, which says so where a value follows a flag that takes none."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            words = " ".join(rest)
+            ctx.fail(f"Got unexpected extra argument{'s' if len(rest) > 1 else ''} ({words}){self._hint(given, rest)}")
+        return rest
+
+    def _hint(self, given: list[str], rest: list[str]) -> str:
+        """Which flag the first word of ``rest`` was meant for, where it stands behind one."""
+        for option, word in pairwise(given):
+            flag = next((each for each in self.params if option.replace("_", "-") in _spellings(each)), None)
+            if word == rest[0] and isinstance(flag, click.Option) and flag.is_flag:
+                bare, off = flag.opts[0], "".join(f", or {name} for false" for name in flag.secondary_opts[:1])
+                return f". {option} takes no value: write {bare} for true{off}"
+        return ""
+
+
+def _spellings(parameter: click.Parameter) -> list[str]:
+    return [name.replace("_", "-") for name in (*parameter.opts, *parameter.secondary_opts)]
 
 
 def given_values(params: dict[str, Any]) -> dict[str, Any]:

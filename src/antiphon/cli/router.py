@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from antiphon.cli.compiled import use_compiled
-from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
 from antiphon.cli.vllm_router_flags import translate
 from antiphon.config.hosts import is_loopback
 from antiphon.config.router_notices import router_notices
@@ -21,7 +21,7 @@ from antiphon.transport.loop import run
 _NOTICES = "antiphon.vllm_router_flags"
 
 
-class _RouterCommand(click.Command):
+class _RouterCommand(FlagsCommand):
     """Takes the flags of vllm-router too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
@@ -21,7 +21,7 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 _PORT = click.IntRange(0, 65535)
 
 
-@click.command(name="sim-engine")
+@click.command(name="sim-engine", cls=FlagsCommand)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address that the HTTP API listens on.")
 @click.option("--port", type=_PORT, default=0, help="Port of the HTTP API. [default: any free one]")
 @click.option("--role", type=click.Choice(["prefill", "decode"]), default="decode", show_default=True, help="Its pool.")

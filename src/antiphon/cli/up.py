@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from antiphon.cli.config import config_option, set_option, spec_file, spec_from
-from antiphon.cli.flags import given_values, spec_options
+from antiphon.cli.flags import FlagsCommand, given_values, spec_options
 from antiphon.config.checks import run_checks
 from antiphon.config.compile import Compiled, compile_all
 from antiphon.config.facts import gather_facts
@@ -133,7 +133,7 @@ def sets_of(sets: Sequence[str], params: dict[str, Any]) -> list[str]:
     ]
 
 
-@click.command(name="up")
+@click.command(name="up", cls=FlagsCommand)
 @config_option
 @set_option
 @click.option(

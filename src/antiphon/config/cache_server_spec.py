@@ -90,7 +90,7 @@ def _tier(text: str) -> str:
     try:
         parse_tier(text)
     except ConfigError as error:
-        raise ValueError(error.message) from None
+        raise ValueError(f"{error.message}: {error.remedy}" if error.remedy else error.message) from None
     return text
 
 

@@ -102,7 +102,7 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
 def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
     """The pools whose engines get a cache server.
 
-    Those of simulated engines and of engines on CUDA start only where it is written: as ``cache.enabled``, as a
+    Those of simulated engines and of engines on CUDA start only where it is written: as any key of ``cache``, as a
     hand-over through the cache or, on CUDA, as a connector of the pool. A pool whose own ``kv_transfer_config``
     names no cache connector needs none.
     """
@@ -119,7 +119,7 @@ def pools_with_cache(spec: Spec, engines: list[Engine]) -> tuple[Pool, ...]:
 
 def _is_written(spec: Spec) -> bool:
     """Whether somebody has written that engines shall have a cache, also those that have none by default."""
-    return "enabled" in spec.cache.model_fields_set or spec.handoff.kind == "cache"
+    return bool(spec.cache.model_fields_set) or spec.handoff.kind == "cache"
 
 
 def _pools_on_cuda_by_default(spec: Spec, engines: list[Engine]) -> list[Pool]:
@@ -140,12 +140,15 @@ def cache_notices(spec: Spec, engines: list[Engine], servers: list[CacheServer])
     notices = []
     if spec.cache.enabled:
         if not _is_written(spec) and any(spec.pool(pool).kind == "simulated" for pool in POOLS):
-            text = "simulated engines use no cache server and none is started for them; write true to start them"
+            text = (
+                "simulated engines use no cache server, and without a cache: section none is started for them; write "
+                "true to start them"
+            )
             notices.append(Notice("cache.enabled", text))
         if on_cuda := _pools_on_cuda_by_default(spec, engines):
             text = (
-                f"the {' and '.join(on_cuda)} engines run on CUDA, where KV of earlier requests is kept only if asked "
-                "for: no cache server is started for them; write true to start one"
+                f"the {' and '.join(on_cuda)} engines run on CUDA, and without a cache: section no cache server is "
+                "started for them: KV of earlier requests is not kept; write true to start one"
             )
             notices.append(Notice("cache.enabled", text))
         for pool in POOLS:

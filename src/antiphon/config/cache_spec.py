@@ -48,8 +48,8 @@ class CacheSpec(SpecModel):
     enabled: bool = Field(
         default=True,
         description="Keep KV of earlier requests in a cache server beside the engines, so that a repeated prefix is "
-        "loaded instead of computed. Beside simulated engines and engines on CUDA the servers start only where true is "
-        "written, or where another knob needs them.",
+        "loaded instead of computed. Beside simulated engines and engines on CUDA the servers start only where a key "
+        "of this section is written, be it this one, or where another section needs them.",
     )
     shared: bool = Field(
         default=False,

@@ -224,8 +224,8 @@ def check_router(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     if router.port == 0:
         message = "0 takes any free port, which nobody else would know"
         yield Problem("router.port", message, "write a port, such as 30000")
-    for field, message in facts.key_file_errors.items():
-        yield Problem(field, message, "name a readable text file that holds the key")
+    yield from facts.key_file_problems
+    yield from facts.key_file_notices
     yield from facts.tenants_problems
     for role in POOLS:
         if getattr(router, role):

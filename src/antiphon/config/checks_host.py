@@ -156,5 +156,13 @@ def check_ports_free(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
                 yield Problem(field, message, f"stop what listens there, or give {field} another value")
 
 
+def check_tiers(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
+    """The tiers of the local cache servers can be opened; those of servers that run are open already."""
+    for server in _local_servers(compiled, facts):
+        if server.name not in facts.running:
+            for fault in facts.tier_faults.get(server.name, ()):
+                yield Problem(fault.field, fault.message, fault.fix)
+
+
 HOST_CHECKS: list[HostCheck] = [check_interpreters, check_model]
-RESOURCE_CHECKS: list[HostCheck] = [check_memory, check_shared_memory, check_ports_free]
+RESOURCE_CHECKS: list[HostCheck] = [check_memory, check_shared_memory, check_ports_free, check_tiers]

@@ -25,7 +25,7 @@ from antiphon.config.model_facts import ModelFacts, model_facts
 from antiphon.config.peers_plan import coordinator_plans, peer_notices, with_peers
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice, Problem, SpecError
-from antiphon.config.resolve import Engine, Machine, default_notices, place_engines, this_machine
+from antiphon.config.resolve import Engine, Machine, default_notices, handing_over, place_engines, this_machine
 from antiphon.config.router_spec import RouterSpec
 from antiphon.config.simulated_spec import SimulatedSpec
 from antiphon.config.spec import POOLS, Pool, Spec
@@ -197,17 +197,15 @@ def _filled_router(
     spec: Spec, engines: list[Engine], servers: list[ProcessPlan], lease: int
 ) -> tuple[RouterSpec, list[Notice]]:
     """The router's knobs with the engines' URLs, and deadlines that lie inside the lease and the grace period."""
-    router = spec.router
+    router = handing_over(spec)
     update: dict[str, Any] = {
         pool: [http_url(engine.host, engine.port) for engine in engines if engine.pool == pool] for pool in POOLS
     }
-    update["handoff"] = spec.handoff.kind
     traced = spec.tracing.router_knobs()
     update |= {name: value for name, value in traced.items() if name not in router.model_fields_set}
     notices = []
-    if spec.handoff.kind == "cache" and "local_max_tokens" not in router.model_fields_set:
-        update["local_max_tokens"] = num_tokens = spec.cache.chunk_size_tokens - 1
-        text = f"{num_tokens}: a prompt that fills no chunk cannot be handed over through cache servers"
+    if spec.handoff.kind == "cache" and "local_max_tokens" not in spec.router.model_fields_set:
+        text = f"{router.local_max_tokens}: a prompt that fills no chunk cannot be handed over through cache servers"
         notices.append(Notice("router.local_max_tokens", text))
     update |= filled_kv_events(router.model_copy(update=update), engines)  # whether it hears any goes by those above
     host = _router_host(router, engines[0].host)
@@ -240,7 +238,12 @@ def _kv_bytes_per_token(spec: Spec, model: ModelFacts) -> tuple[dict[str, int], 
     if num_bytes is None:
         return {}, []
     num_cold = -(-spec.router.cold_min_bytes // num_bytes)
-    text = f"{num_bytes}, from the model: prompts of {num_cold} tokens or more to compute wait for each other; 0: none"
+    longest = spec.model.max_model_len or model.longest_request_tokens
+    if longest is not None and num_cold >= longest:  # one token at least is for the answer
+        text = f"no prompt waits for another: one would at {num_cold} tokens, and a request has at most {longest}"
+    else:
+        text = f"prompts of {num_cold} tokens or more to compute wait for each other; 0: none"
+    text = f"{num_bytes}, from the model: {text}"
     return {"kv_bytes_per_token": num_bytes}, [Notice("router.kv_bytes_per_token", text)]
 
 

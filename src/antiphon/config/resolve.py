@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_loopback
 from antiphon.config.kv_events import hears_kv_events
 from antiphon.config.problems import Notice
+from antiphon.config.router_spec import RouterSpec
 from antiphon.config.spec import POOLS, Pool, PoolSpec, Spec
 from antiphon.config.units import format_bytes
 from antiphon.core.memory import available_memory_bytes
@@ -100,8 +101,17 @@ def device_of(pool: PoolSpec, machine: Machine) -> Literal["cpu", "cuda"]:
     return "cuda" if machine.has_cuda else "cpu"
 
 
+def handing_over(spec: Spec) -> RouterSpec:
+    """The router's knobs with what the way of handing over implies, which engines go by as well."""
+    update: dict[str, Any] = {"handoff": spec.handoff.kind}
+    if spec.handoff.kind == "cache" and "local_max_tokens" not in spec.router.model_fields_set:
+        update["local_max_tokens"] = spec.cache.chunk_size_tokens - 1
+    return spec.router.model_copy(update=update)
+
+
 def place_engines(spec: Spec, machine: Machine) -> list[Engine]:
     """Every engine of the deployment, prefill first, in the order of their indices."""
+    is_heard = hears_kv_events(handing_over(spec))
     per_host = Counter(_host(spec.pool(pool), index) for pool in POOLS for index in range(spec.pool(pool).replicas))
     engines = []
     for pool in POOLS:
@@ -129,7 +139,7 @@ def place_engines(spec: Spec, machine: Machine) -> list[Engine]:
                 devices=tuple(str(device) for device in section.devices[first : first + section.tensor_parallel_size]),
                 kv_replay_port=None,
             )
-            if hears_kv_events(spec.router) and ":" not in engine.host + engine.bind:
+            if is_heard and ":" not in engine.host + engine.bind:
                 port = section.kv_replay_port + on_host[host] * engine.num_ranks
                 engine = replace(engine, kv_replay_port=port)
             engines.append(engine)

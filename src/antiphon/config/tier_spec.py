@@ -15,7 +15,9 @@ from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from antiphon.config.explain import limit_of, nearest, split_fix
 from antiphon.config.key_files import read_key, read_keys
 from antiphon.config.model import SpecModel
 from antiphon.core.errors import ConfigError
@@ -172,12 +174,12 @@ class TierSpec(SpecModel):
     def _fits(self) -> Self:
         parts = urlsplit(self.url)
         if parts.scheme not in TIER_SCHEMES:
-            raise ValueError(f"{parts.scheme or 'nothing'}:// is no tier: write one of {', '.join(TIER_SCHEMES)}")
+            raise ValueError(f"{parts.scheme or 'nothing'}:// is no tier: write {_meant_scheme(parts.scheme)}")
         if "@" in parts.netloc:
             raise ValueError("a URL is shown in logs: write username, and password_file or password_env, instead")
         for name in sorted(self.model_fields_set & set(_OPTION_SCHEMES)):
             if parts.scheme not in _OPTION_SCHEMES[name]:
-                raise ValueError(f"{name} is no option of {parts.scheme}://")
+                raise ValueError(f"{name} is no option of {parts.scheme}://: leave it out")
         if parts.fragment:
             raise ValueError("a URL of a tier has no #")
         for text in (_wrong_place(self), _wrong_metadata(self)):
@@ -274,6 +276,13 @@ class TierSpec(SpecModel):
         return found
 
 
+def _meant_scheme(scheme: str) -> str:
+    """What was meant by a scheme that is none; that of tests is not named."""
+    known = [each for each in TIER_SCHEMES if each != "memory"]
+    near = nearest(scheme, known)
+    return f"{near}://" if near else f"one of {', '.join(known)}"
+
+
 def _wrong_place(spec: TierSpec) -> str | None:
     """What is wrong with the place that a URL names."""
     parts = urlsplit(spec.url)
@@ -347,11 +356,25 @@ def parse_tier(text: str, field: str = "--l2") -> TierSpec:
     try:
         return TierSpec.model_validate({"url": text})
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
+        message, fix = _complaint(error.errors(include_input=False, include_url=False)[0], urlsplit(text).scheme)
         raise ConfigError(
-            f"{where}: {message}" if where else message,
-            field=field,
-            remedy="write for example disk:///var/kv?capacity_gb=100",
+            message, field=field, remedy=fix or "write for example disk:///var/kv?capacity_gb=100"
         ) from None
+
+
+def _complaint(detail: ErrorDetails, scheme: str) -> tuple[str, str | None]:
+    """What is wrong with a tier, and what to do where that can be said. Shows no value."""
+    where, kind, ctx = ".".join(map(str, detail["loc"])), detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        options = [name for name in TierSpec.model_fields if name != "url"]
+        known = [name for name in options if name not in _OPTION_SCHEMES or scheme in _OPTION_SCHEMES[name]]
+        near = nearest(where, known)
+        return f"{where} is no option of {scheme}://", f"write {near or 'one of ' + ', '.join(known)}"
+    if kind == "literal_error":
+        return f"{where} is none of its values", f"write {ctx['expected']}".replace("'", "")
+    if (limit := limit_of(kind, ctx)) is not None:
+        return f"{where} is out of range", f"write {limit}"
+    if kind == "value_error":
+        message, fix = split_fix(str(ctx["error"]))
+        return (f"{where}: {message}" if where else message), fix
+    return f"{where}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", "write what docs/tiers.md says of it"

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,31 @@ def tier_error(error: OSError, path: Path) -> TierError:
     return TierUnavailable(text)
 
 
+def _folder_error(error: OSError, root: Path) -> TierError:
+    """The same where the folder itself cannot be had."""
+    found = tier_error(error, root)
+    found.remedy = found.remedy or "name a folder that this user can make and write"
+    return found
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Raises ConfigError where the folder holds what no tier has put there, OSError where it cannot be read."""
+    if (root / MARKER_NAME).exists():
+        return
+    others = sorted(set(os.listdir(root)) - _ALLOWED_BESIDE)
+    if others:
+        raise ConfigError(
+            f"the folder {root} holds {others[0]!r} and is not that of a tier",
+            remedy="name an empty folder, or one that a tier has made",
+        )
+
+
+def _remove_empty(folder: Path) -> None:
+    """Another process may have begun to use it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 class DiskFolder:
     """The folder of one tier, held by this process alone. Made by ``open``.
 
@@ -90,16 +116,10 @@ class DiskFolder:
         marker = root / MARKER_NAME
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not marker.exists():
-                others = sorted(set(os.listdir(root)) - _ALLOWED_BESIDE)
-                if others:
-                    raise ConfigError(
-                        f"the folder {root} holds {others[0]!r} and is not that of a tier",
-                        remedy="name an empty folder, or one that a tier has made",
-                    )
+            _refuse_foreign(root)
             fd = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise tier_error(error, root) from error
+            raise _folder_error(error, root) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             try:
@@ -112,9 +132,31 @@ class DiskFolder:
                     f"the folder {root} is used by another cache server", remedy="give each server a folder of its own"
                 ) from None
             except OSError as error:
-                raise tier_error(error, root) from error
+                raise _folder_error(error, root) from error
             undo.pop_all()
         return cls(root, fd)
+
+    @staticmethod
+    def try_out(root: Path) -> None:
+        """Whether ``open`` could make and write the folder; what is made for that is removed again.
+
+        Who else uses it is not asked.
+
+        Raises:
+            ConfigError: it holds what is not ours.
+            TierUnavailable: it cannot be made or written.
+        """
+        missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+        with contextlib.ExitStack() as undo:
+            try:
+                for folder in reversed(missing):
+                    folder.mkdir(mode=0o700)
+                    undo.callback(_remove_empty, folder)
+                _refuse_foreign(root)
+                with tempfile.TemporaryFile(dir=root):
+                    pass
+            except OSError as error:
+                raise _folder_error(error, root) from error
 
     def path(self, key: bytes) -> Path:
         """Where the record of ``key`` is, if there is one."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierUnavailable
+from antiphon.core.extras import install_remedy
 from antiphon.core.units import MIB, align_up
 from antiphon.storage.calls import Deadline
 from antiphon.storage.etcd_metadata import EtcdAccess, EtcdMetadata
@@ -41,7 +42,7 @@ from antiphon.storage.mooncake_loader import free_port, loader_environment
 from antiphon.storage.record import HEAD_BYTES, RecordReader, RecordWriter, record_bytes
 from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
-__all__ = ["MooncakeTier", "MooncakeTierOptions"]
+__all__ = ["MooncakeTier", "MooncakeTierOptions", "require_mooncake"]
 
 LATE_MAX_S: Final = 10.0
 """A child that owes an answer for longer is given up: Mooncake's own limit for a call, with some slack."""
@@ -58,6 +59,15 @@ BUSY_PAUSE_S: Final = 0.02
 _FULL: Final = frozenset({-200, -201})
 _WRONG_SIZE: Final = frozenset({-600})
 """The object is larger than the buffer that it is to be read into."""
+
+
+def require_mooncake() -> None:
+    """Raises ConfigError where Mooncake is not installed."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "the package for Mooncake is not installed",
+            remedy=f"{install_remedy('mooncake')}, or mooncake-transfer-engine on a machine with CUDA",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +205,7 @@ class MooncakeTier:
     """
 
     def __init__(self, name: str, options: MooncakeTierOptions) -> None:
-        if importlib.util.find_spec("mooncake") is None:
-            raise ConfigError(
-                "the package for Mooncake is not installed",
-                remedy="pip install 'antiphon[mooncake]', or mooncake-transfer-engine on a machine with CUDA",
-            )
+        require_mooncake()
         self.name = name
         self._options = options
         given = options.metadata

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from antiphon.core.errors import ConfigError, TierError, TierFull, TierTimeout, TierUnavailable
+from antiphon.core.extras import install_remedy
 from antiphon.core.units import KIB, MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
@@ -224,7 +225,7 @@ def _connect(options: RedisTierOptions) -> redis.Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError as error:
-        raise ConfigError("the client for Redis is not installed", remedy="pip install 'antiphon[redis]'") from error
+        raise ConfigError("the client for Redis is not installed", remedy=install_remedy("redis")) from error
     more: dict[str, Any] = {}
     if options.url.startswith("rediss://"):
         more["ssl_cert_reqs"] = "required"

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from antiphon.core.errors import ConfigError, TierCorrupt, TierFull, TierTimeout, TierUnavailable
+from antiphon.core.extras import install_remedy
 from antiphon.core.units import MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
@@ -221,7 +222,7 @@ def _connect(options: S3TierOptions) -> S3Store:
         from obstore.exceptions import BaseError
         from obstore.store import S3Store
     except ImportError as error:
-        raise ConfigError("the client for S3 is not installed", remedy="pip install 'antiphon[s3]'") from error
+        raise ConfigError("the client for S3 is not installed", remedy=install_remedy("s3")) from error
     given: dict[str, Any] = {
         "endpoint": options.endpoint,
         "region": options.region,

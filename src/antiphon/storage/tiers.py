@@ -1,19 +1,25 @@
-"""Opens the store of a tier that the spec names. Each kind is imported when it is opened, with the package it needs."""
+"""Opens the store of a tier that the spec names. Each kind is imported when it is opened, with the package it needs.
+
+:func:`faults_of` finds what would refuse to open, without opening it, for a check before anything is started.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from antiphon.config.tier_spec import GB, TierSpec
-from antiphon.core.errors import ConfigError
+from antiphon.config.tier_spec import GB, TierSpec, parse_tier
+from antiphon.core.errors import AntiphonError, ConfigError
+from antiphon.core.extras import INSTALL_REMEDY
 from antiphon.storage.tier import TierStore
 
 if TYPE_CHECKING:
     from antiphon.storage.etcd_metadata import EtcdAccess
 
-__all__ = ["mooncake_metadata", "open_tier"]
+__all__ = ["faults_of", "mooncake_metadata", "open_tier", "try_tier"]
 
 
 def open_tier(spec: TierSpec) -> TierStore:
@@ -23,10 +29,7 @@ def open_tier(spec: TierSpec) -> TierStore:
         ConfigError: a package is not installed, a secret cannot be read, or the place belongs to somebody else.
         TierUnavailable, TierTimeout: the disk cannot be used.
     """
-    try:
-        import xxhash  # noqa: F401  # every record needs it
-    except ImportError as error:
-        raise ConfigError("the package xxhash is not installed", remedy="pip install 'antiphon[tiers]'") from error
+    _require_xxhash()
     match spec.kind:
         case "disk":
             return _disk(spec)
@@ -41,6 +44,45 @@ def open_tier(spec: TierSpec) -> TierStore:
             from antiphon.storage.memory_tier import MemoryTier
 
             return MemoryTier(spec.tier_name, spec.capacity_bytes, spec.timeout_s)
+
+
+def try_tier(spec: TierSpec) -> None:
+    """Whether ``open_tier`` could open ``spec`` here. Nothing is started, left behind or asked over the network.
+
+    Raises:
+        ConfigError, TierUnavailable: as ``open_tier``.
+    """
+    _require_xxhash()
+    if spec.kind == "disk":
+        from antiphon.storage.disk_files import DiskFolder
+
+        DiskFolder.try_out(Path(spec.path))
+    elif spec.kind == "mooncake":
+        from antiphon.storage.mooncake_tier import require_mooncake
+
+        require_mooncake()
+        mooncake_metadata(spec)
+    else:
+        open_tier(spec).close()
+
+
+def faults_of(texts: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Each of the tiers ``texts`` that could not be opened here: the text, what is wrong, and the remedy or nothing."""
+    faults = []
+    for text in texts:
+        spec = parse_tier(text)
+        try:
+            try_tier(spec)
+        except AntiphonError as error:
+            faults.append((text, f"the tier {spec.tier_name}: {error.message}", error.remedy or ""))
+    return faults
+
+
+def _require_xxhash() -> None:
+    try:
+        import xxhash  # noqa: F401  # every record needs it
+    except ImportError as error:
+        raise ConfigError("the package xxhash is not installed", remedy=INSTALL_REMEDY) from error
 
 
 def _num_threads(spec: TierSpec) -> int:

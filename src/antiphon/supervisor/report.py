@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from antiphon.core.errors import UpstreamError
 from antiphon.engine import vllm
@@ -55,6 +56,8 @@ class ProcessRow:
     """Bytes of its memory for KV."""
     waiting: RouterLoad | None = None
     """What waits in a router; None where unknown or not a router."""
+    lacks: tuple[str, ...] = ()
+    """What a cache server should have and has not, for people: other servers to share with, tiers."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +195,29 @@ async def _with_cache(row: ProcessRow, timeout_s: float) -> ProcessRow:
     """``row`` with what the cache server says that it holds."""
     try:
         status, body = await vllm.http_get(f"{row.base_url}/status", timeout_s=timeout_s)
-        held = json.loads(body)["storage_manager"]["l1_manager"] if status == 200 else {}
+        told = json.loads(body) if status == 200 else {"storage_manager": {"l1_manager": {}}}
+        held = told["storage_manager"]["l1_manager"]
+        lacks = tuple(_lacking(told))
         counts = [held.get(key) for key in ("total_object_count", "memory_used_bytes", "memory_total_bytes")]
     except (UpstreamError, ValueError, KeyError, TypeError, AttributeError):
         return replace(row, is_load_unknown=True)
     if not all(isinstance(count, int) for count in counts):
         return replace(row, is_load_unknown=True)
-    return replace(row, num_objects=counts[0], used_bytes=counts[1], total_bytes=counts[2])
+    return replace(row, num_objects=counts[0], used_bytes=counts[1], total_bytes=counts[2], lacks=lacks)
+
+
+def _lacking(told: dict[str, Any]) -> Iterator[str]:
+    """What a cache server's ``/status`` says that it should have and has not.
+
+    Raises:
+        KeyError, TypeError, AttributeError: it is none.
+    """
+    peers = told.get("peers")
+    if peers is not None and not peers["is_member"]:
+        yield f"shares nothing with other cache servers: {peers['reason']}"
+    for tier in told["storage_manager"].get("l2_tiers", ()):
+        if not tier["is_healthy"]:
+            yield f"does without its tier {tier['name']}: {tier['reason']}"
 
 
 async def _with_members(row: ProcessRow, timeout_s: float) -> ProcessRow:

@@ -32,6 +32,8 @@ class TakedownResult:
     was_up: bool
     is_supervisor_alive: bool
     remaining_pids: tuple[int, ...]
+    is_put_away: bool = False
+    """Nothing ran any more, though nobody had stopped it: its state now says that it is stopped."""
 
     @property
     def is_down(self) -> bool:
@@ -63,30 +65,34 @@ def take_down(folder: Path, on_progress: Callable[[str], None], *, timeout_s: fl
             end_sessions(sessions_of(state), term_grace_s=TERM_GRACE_S, deadline_s=KILL_DEADLINE_S)
     latest = store.read_state(folder) or state
     remaining = {stat.pid for stat in procfs.members(sessions_of(state) + sessions_of(latest))}
+    is_written = False
     if not remaining and latest.stopped_at is None and not is_supervisor_alive(latest):
-        _write_stopped(folder)
-    return TakedownResult(was_up, is_supervisor_alive(latest), tuple(sorted(remaining)))
+        is_written = _write_stopped(folder)
+    is_alive = is_supervisor_alive(latest)
+    return TakedownResult(was_up, is_alive, tuple(sorted(remaining)), is_put_away=is_written and not was_up)
 
 
-def _write_stopped(folder: Path) -> None:
+def _write_stopped(folder: Path) -> bool:
     """Say for a supervisor that died that everything is stopped, so that nobody is told of its death again.
 
-    Nothing is written where another supervisor holds the folder, or the folder cannot be written.
+    Returns whether it was written: not where another supervisor holds the folder, or the folder cannot be written.
     """
     lock = store.DeploymentLock(folder)
     try:
         lock.acquire()
     except StartError:
-        return
+        return False
     try:
         state = store.read_state(folder)
         if state is None or is_supervisor_alive(state) or procfs.members(sessions_of(state)):
-            return
+            return False
         for record in state.processes:
             record.state, record.pid, record.start_ticks = "stopped", None, None
         state.stopped_at, state.is_stopping = time.time(), False
         with suppress(OSError):
             store.write_state(folder, state)
+            return True
+        return False
     finally:
         lock.release()
 
