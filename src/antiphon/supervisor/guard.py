@@ -68,7 +68,7 @@ class Guard:
             self._watch = None
         if self._process is not None:
             self._close_pipe()
-            await self._process.wait()
+            await _ended(self._process)
             self._process = None
 
     def add(self, session: Session) -> None:
@@ -130,7 +130,7 @@ class Guard:
         with suppress(ProcessLookupError):
             process.kill()
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), KILLED_TIMEOUT_S)
+            await asyncio.wait_for(_ended(process), KILLED_TIMEOUT_S)
         self._close_pipe()
         self._process = None
 
@@ -161,6 +161,15 @@ class Guard:
                     why = f"the watchdog did not start (see {self._log_path})"
                 except StartError as error:
                     why = error.message
+
+
+async def _ended(process: Process) -> None:
+    """Waits until it has ended, and its pipe with it: asyncio closes the rest only then, and complains of what is left
+    when the loop ends."""
+    await process.wait()
+    assert process.stdout is not None
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.stdout.read(), KILLED_TIMEOUT_S)
 
 
 def add_line(session: Session) -> str:
