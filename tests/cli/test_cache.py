@@ -55,6 +55,9 @@ def answering(text: bytes) -> Iterator[str]:
                     with sock:
                         if sock.recv(65_536):
                             sock.sendall(text)
+                            sock.shutdown(socket.SHUT_WR)
+                            while sock.recv(65_536):  # closed with bytes unread, the answer would be lost
+                                pass
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="needs Ray")
 
+from antiphon.config.compile import compile_all
 from antiphon.config.problems import SpecError
+from antiphon.config.resolve import this_machine
 from antiphon.ray import app as builder
 from antiphon.ray import build_pd_openai_app
 from tests.ray.configs import Change, pd_config
@@ -91,3 +93,15 @@ def test_how_long_an_engine_may_take_to_start_can_be_written() -> None:
     assert settings.spec.supervisor.start_timeout_s == 3000
     assert settings.built_s > 0
     assert deployed(app)["router"]._deployment_config.graceful_shutdown_timeout_s > 90
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_server"),
+    [((), False), ((("antiphon.cache.shared", True),), True), ((("antiphon.cache.port", 7000),), True)],
+)
+def test_what_ray_fills_in_starts_no_cache_server(changes: tuple[Change, ...], has_server: bool) -> None:
+    """Beside simulated engines one starts only where a key of ``cache`` is written."""
+    app = build_pd_openai_app(pd_config(("antiphon.engine.kind", "simulated"), *changes))
+    (settings, *_) = deployed(app)["decode"].init_args
+    assert settings.spec.cache.shared
+    assert bool(compile_all(settings.spec, this_machine()).servers) == has_server

@@ -373,7 +373,8 @@ async def test_a_file_that_this_node_lacks_is_named_before_the_start(
 ) -> None:
     path = tmp_path / "lmcache.yaml"
     path.write_text("chunk_size: 256\n")
-    own = settings(SIMULATED, ("decode_config.runtime_env.env_vars.LMCACHE_CONFIG_FILE", str(path)))
+    file = ("decode_config.runtime_env.env_vars.LMCACHE_CONFIG_FILE", str(path))
+    own = settings(SIMULATED, file, ("antiphon.cache.enabled", False))
     path.unlink()
     router, _ = await router_of(own)
     with caplog.at_level("INFO", "ray.serve"):

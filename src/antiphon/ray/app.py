@@ -48,7 +48,9 @@ def build(pd_config: object) -> Application:
     found = mapped(parse(pd_config), machine=_machine())
     notices, spec = list(found.notices), found.spec
     if spec.cache.enabled and "shared" not in spec.cache.model_fields_set:
-        spec = spec.model_copy(update={"cache": spec.cache.model_copy(update={"shared": True})})
+        cache = spec.cache.model_copy(update={"shared": True})
+        cache.model_fields_set.discard("shared")  # nobody has written it: where no server would start, none does
+        spec = spec.model_copy(update={"cache": cache})
         if compile_all(spec, this_machine()).servers:
             notices.append(Notice("antiphon.cache.shared", "true: one cache server on each node, for both pools"))
         found = replace(found, spec=spec)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from antiphon.config.cache_spec import CacheSpec
 from antiphon.config.masking import MASK, is_secret
 from antiphon.config.problems import Notice
 from antiphon.config.spec import POOLS, PoolSpec, Spec
@@ -114,6 +115,8 @@ def _changed(section: BaseModel) -> dict[str, Any]:
             or (name == "enabled" and name in section.model_fields_set)
         ):
             found[name] = value
+    if isinstance(section, CacheSpec) and not found and section.model_fields_set:
+        found["enabled"] = section.enabled  # any key asks for it, also one that says what is so anyway
     return found
 
 
