@@ -48,10 +48,10 @@ unit: install-dev  ## tests that start no process (nine minutes)
 compiled: install-dev  ## the router's tests on its compiled modules (two minutes)
 	@$(TEST) --only compiled $(ARGS)
 
-process: install-dev  ## tests with real processes and simulated engines (nineteen minutes)
+process: install-dev  ## tests with real processes and simulated engines (twenty minutes)
 	@$(TEST) --only process $(ARGS)
 
-real: install-dev  ## tests with real vLLM engines (twenty-five minutes)
+real: install-dev  ## tests with real vLLM engines (twenty-one minutes)
 	@$(TEST) --only real $(ARGS)
 
 soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the router, MINUTES (20) of traffic, the benches

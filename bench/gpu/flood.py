@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 
 import traffic
-from common import KV_BYTES_PER_TOKEN, Report, metric, reset
+from common import KV_BYTES_PER_TOKEN, Report, reset
 from processes import Failed, Process, Stack, client_processes, get, say
-from traffic import CLIENTS, Planned, Run
+from traffic import CLIENTS, Planned, Run, path_count
 
 ADMISSION_PORT, PLAIN_PORT = 18_912, 18_913
 COLD, COLD_TOKENS, COLD_NEW_TOKENS, COLD_AT_S = 64, 16_016, 16, 2.0
@@ -80,11 +80,6 @@ def admission(router: Process) -> dict[str, object]:
     """What the router says of it."""
     section = json.loads(get(router.port, "/status")[1])["cold_admission"]
     return {name: section.get(name) for name in ("is_on", "why_off", "counts", "rates", "budget_bytes")}
-
-
-def path_count(router: Process, path: str) -> float:
-    """Requests that went that way."""
-    return metric(router.port, "antiphon_router_path_total", f'path="{path}"')
 
 
 def judge(report: Report, name: str, done: Run, num_cold: int) -> None:

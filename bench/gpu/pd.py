@@ -25,7 +25,7 @@ from common import (
     reset,
     wait_stored,
 )
-from processes import Failed, Process, Stack, antiphon, machine
+from processes import Failed, Process, Stack, antiphon, num_gpus
 
 CACHE_PORT, P_PORT, D_PORT = 16_900, 18_900, 18_901
 KV_TOKENS = 100_000
@@ -42,12 +42,12 @@ def run(stack: Stack, report: Report) -> None:
     """All of it."""
     cache = stack.cache_server(CACHE_PORT, 40)
     stack.wait_ready([cache], "/status")
-    num_gpus = len(machine()["gpus"].splitlines())
+    has_two = num_gpus() > 1
     args = ("--kv-cache-memory-bytes", str(KV_TOKENS * KV_BYTES_PER_TOKEN), "--gpu-memory-utilization", "0.4")
     engines = []
     for number, (name, port, role) in enumerate((("P", P_PORT, "kv_producer"), ("D", D_PORT, "kv_consumer"))):
         environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1_000)}
-        if num_gpus > 1:
+        if has_two:
             environment["CUDA_VISIBLE_DEVICES"] = str(number)
         engines.append(stack.engine(name, port, both(role), *args, *LIVELY, **environment))
     stack.wait_ready(engines)

@@ -12,9 +12,9 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 
 import traffic
-from common import Report, external_hits, metric, reset
+from common import Report, device_hits, external_hits, reset
 from processes import Process, Stack, client_processes, say
-from traffic import CLIENTS, Planned
+from traffic import CLIENTS, Planned, path_count
 
 PD_PORT, AGGREGATED_PORT = 18_910, 18_911
 MIXES = {"prefill-heavy": (4_096, 32, (4, 8, 12)), "decode-heavy": (512, 256, (8, 24, 40))}
@@ -81,15 +81,15 @@ def one_run(
     """Its figures, with what was split and what was reused."""
     for engine in engines.values():
         reset(engine.port)
-    paths = metric(router.port, "antiphon_router_path_total", 'path="pd"')
+    paths = path_count(router, "pd")
     hits = {name: external_hits(engine.port) for name, engine in engines.items()}
-    device = {name: metric(engine.port, "vllm:prefix_cache_hits_total") for name, engine in engines.items()}
+    device = {name: device_hits(engine.port) for name, engine in engines.items()}
     done = traffic.run(clients, router, plan, content)
     found = done.figures()
-    found["split"] = metric(router.port, "antiphon_router_path_total", 'path="pd"') - paths
+    found["split"] = path_count(router, "pd") - paths
     for name, engine in engines.items():
         found[f"external hits of {name}"] = external_hits(engine.port) - hits[name]
-        found[f"device hits of {name}"] = metric(engine.port, "vllm:prefix_cache_hits_total") - device[name]
+        found[f"device hits of {name}"] = device_hits(engine.port) - device[name]
     if done.errors:
         say(f"    {done.errors[:3]}")
     return found

@@ -196,9 +196,10 @@ def end_all(processes: Sequence[Process]) -> None:
         guard.kill(sessions, number)
         until_s = time.monotonic() + wait_s
         while True:
+            left = guard.members(sessions)
             for process in processes:
-                process.child.poll()
-            if not (left := guard.members(sessions)):
+                process.child.poll()  # after the look: a child that has ended by then is reaped
+            if not left:
                 return
             if time.monotonic() > until_s:
                 break
@@ -388,8 +389,12 @@ def machine() -> dict[str, str]:
     return found
 
 
+def num_gpus() -> int:
+    """GPUs of this machine, as far as they can be told."""
+    return sum(not line.startswith("none") for line in machine()["gpus"].splitlines())
+
+
 def need_gpus(number: int) -> None:
     """Raises Failed where there are fewer."""
-    found = [line for line in machine()["gpus"].splitlines() if not line.startswith("none")]
-    if len(found) < number:
-        raise Failed(f"{number} GPUs are needed, {len(found)} found")
+    if (found := num_gpus()) < number:
+        raise Failed(f"{number} GPUs are needed, {found} found")

@@ -44,7 +44,6 @@ def run(stack: Stack, report: Report) -> None:
     pinning = Pinning(CudaPinDriver(device))
     pinning.begin()  # no engine captures graphs here
     pinning.add(session.arena)
-    pinning.begin()
     wait_pinned(report, pinning, session.arena)
     bus = bus_rates(torch, report, session.arena)
     for name in ("NHD", "HND"):

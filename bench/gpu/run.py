@@ -3,7 +3,8 @@
     python3 bench/gpu/run.py POINT --site SITE --model PACK/model-8b --out OUT
 
 POINT: rates, correct, ttft, store_cost, speed (the last two on one start), pd, pair (all that needs two engines, on one
-start; a JSON file for each part) or slabs. Each takes at most 8 minutes, start included, and so does each part of pair.
+start; a JSON file for each part) or slabs. Each takes at most 8 minutes, start included, and so does one part of pair;
+several parts of pair take 12.
 Exits 1 where something failed or a limit was missed, 2 where it cannot begin. See docs/gpu.md.
 """
 

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from common import percentile, prompt, send, stream_body
+from common import metric, percentile, prompt, send, stream_body
 from processes import Failed, Process
 
 CLIENTS = 12
@@ -65,10 +65,11 @@ class Run:
 
     outcomes: list[Outcome]
     cpu_share: float = 0.0
-    errors: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.errors = [one.error for one in self.outcomes if one.error]
+    @property
+    def errors(self) -> list[str]:
+        """Of the requests that have one."""
+        return [one.error for one in self.outcomes if one.error]
 
     def of(self, kind: str) -> Run:
         """Those of a kind."""
@@ -105,6 +106,11 @@ def arrivals(rate: float, window_s: float, seed: int) -> list[float]:
     """Times of a Poisson stream, given that there are exactly ``rate`` a second in the window."""
     chance = random.Random(seed)
     return sorted(chance.uniform(0.0, window_s) for _ in range(round(rate * window_s)))
+
+
+def path_count(router: Process, path: str) -> float:
+    """Requests that the router sent that way."""
+    return metric(router.port, "antiphon_router_path_total", f'path="{path}"')
 
 
 def run(clients: ProcessPoolExecutor, router: Process, plan: Sequence[Planned], content: int) -> Run:

@@ -1,6 +1,6 @@
 """The tier ``peer`` over links that are slow, hang, or fail: who is blamed, who waits, and how long a chunk may take.
 
-The rates of links and the times of this server are scaled by ``SCALE``, so that a second takes a third of one.
+Links have their real rates and the server its real times: in shorter ones a machine that is busy would be what is seen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from antiphon.storage.tier import ChunkMeta
 from antiphon.transport.nixl_agent import Reading, RemoteMemory
 from tests.cache_server.world import wait_for
 
-SCALE = 3
 GIGABIT = 0.94e9 / 8
 """What a link of one gigabit brings, bytes per second."""
 DIGEST = bytes(16)
@@ -161,22 +160,7 @@ def no_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_store, "PayloadDigest", NoDigest)
 
 
-@pytest.fixture
-def scaled(monkeypatch: pytest.MonkeyPatch, no_digests: None) -> None:
-    bytes_per_s = SCALE * peer_room.BYTES_PER_S
-    for module in (peer_room, peer_store):
-        monkeypatch.setattr(module, "BYTES_PER_S", bytes_per_s)
-    for module, name in (
-        (peer_room, "SILENT_S"),
-        (peer_room, "_LOOK_S"),
-        (peer_store, "BUDGET_S"),
-        (peer_store, "LEND_TIMEOUT_S"),
-        (peer_loans, "LEND_TIMEOUT_S"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name) / SCALE)
-
-
-@pytest.mark.usefixtures("scaled")
+@pytest.mark.usefixtures("no_digests")
 @pytest.mark.parametrize("num_holders", [1, 2])
 @pytest.mark.parametrize(
     ("num_bytes", "rate", "num", "num_min"),
@@ -191,7 +175,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, no_digests: None) -> None:
 def test_a_slow_link_costs_chunks_and_closes_nobody_out(
     pool: ThreadPoolExecutor, num_bytes: int, rate: float, num: int, num_min: int, num_holders: int
 ) -> None:
-    world = World(num_bytes, SCALE * rate, num_holders)
+    world = World(num_bytes, rate, num_holders)
     came = list(pool.map(world.pull, range(num)))
     counts = world.store.where.counts
     assert sum(came) >= num_min
@@ -199,7 +183,7 @@ def test_a_slow_link_costs_chunks_and_closes_nobody_out(
     assert counts == {name: number for name, number in counts.items() if name in ("pulled", "late") or not number}
     assert counts["pulled"] + counts["late"] == num
     assert max(world.links.lent.values()) == 1, "another holder was tried"
-    assert max(world.took_s) < 3.3 / SCALE + 0.1
+    assert max(world.took_s) < 3.3 + 0.1
     assert world.store.room.num_bytes == 0
 
 
@@ -208,13 +192,19 @@ def test_one_pull_ends_below_what_the_tier_plan_waits() -> None:
     assert peer_store.BUDGET_S + calls_s < peer_tier().timeout_s
 
 
-@pytest.mark.usefixtures("no_digests")
-def test_room_is_taken_before_a_loan_is_asked_for(pool: ThreadPoolExecutor) -> None:
+def pull_without_room(pool: ThreadPoolExecutor) -> tuple[World, Place, Future[bool]]:
+    """A pull that waits for room, and who has it all."""
     world = World(6_000_000)
     held = Place(peer_room.BYTES_MAX)
     assert world.store.room.take(held, time.monotonic() + 3.0, lambda: True)
     pulling = pool.submit(world.pull, 1)
     wait_for(lambda: world.store.room.num_waiting, "its wait")
+    return world, held, pulling
+
+
+@pytest.mark.usefixtures("no_digests")
+def test_room_is_taken_before_a_loan_is_asked_for(pool: ThreadPoolExecutor) -> None:
+    world, held, pulling = pull_without_room(pool)
     assert not world.links.lent
     world.store.room.give_back(held)
     assert pulling.result(5.0)
@@ -223,11 +213,7 @@ def test_room_is_taken_before_a_loan_is_asked_for(pool: ThreadPoolExecutor) -> N
 
 @pytest.mark.usefixtures("no_digests")
 def test_nobody_waits_for_room_to_read_from_a_peer_that_has_failed(pool: ThreadPoolExecutor) -> None:
-    world = World(6_000_000)
-    held = Place(peer_room.BYTES_MAX)
-    assert world.store.room.take(held, time.monotonic() + 3.0, lambda: True)
-    pulling = pool.submit(world.pull, 1)
-    wait_for(lambda: world.store.room.num_waiting, "its wait")
+    world, _, pulling = pull_without_room(pool)
     world.store.hung(world.holders[0], PeerTimeout("another read"))
     assert pulling.result(1.0) is False
     assert world.took_s[0] < 1.0

@@ -134,6 +134,19 @@ def look_up(looker: FakeClient, letters: str) -> calls.Found:
     return found
 
 
+def begun_by(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that begin loads, as they do."""
+    found: list[str] = []
+    begin = rank.copier.begin_load
+
+    def noted(*arguments: object) -> object:
+        found.append(threading.current_thread().name)
+        return begin(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank.copier, "begin_load", noted)
+    return found
+
+
 @pytest.mark.parametrize("in_step", [True, False])
 def test_chunks_go_out_and_come_back(
     server: FakeServer, clock: FakeClock, looker: FakeClient, monkeypatch: pytest.MonkeyPatch, in_step: bool
@@ -141,14 +154,7 @@ def test_chunks_go_out_and_come_back(
     rank = Rank(server, clock)
     rank.side.engine_started()
     wait_until(lambda: rank.copier.pinning.num_pinned_bytes == server.owner.data_bytes)
-    begun_by: list[str] = []
-    begin = rank.copier.begin_load
-
-    def noted(*arguments: object) -> object:
-        begun_by.append(threading.current_thread().name)
-        return begin(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rank.copier, "begin_load", noted)
+    threads = begun_by(rank, monkeypatch)
     if not in_step:
         monkeypatch.setattr(rank.copier, "num_batches_in_step", 1)
     rank.store(1, "ab", 1)
@@ -157,7 +163,7 @@ def test_chunks_go_out_and_come_back(
     assert rank.side.take_failed_blocks() == set()
     wait_until(rank.received())
     assert torch.equal(rank.blocks(20, 22, 24), rank.blocks(2, 3, 4))
-    assert begun_by == [threading.current_thread().name if in_step else "antiphon-load"]
+    assert threads == [threading.current_thread().name if in_step else "antiphon-load"]
     session = rank.client.session
     assert session is not None
     assert session.num_holds == 1, "the hold of the load is given back"
@@ -250,19 +256,6 @@ def test_engines_of_different_size_share_chunks(
 
 
 # ---- what a step does not wait for, and what does not end it ---------------------------------------------------------
-
-
-def begun_by(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The threads that begin loads, as they do."""
-    found: list[str] = []
-    begin = rank.copier.begin_load
-
-    def noted(*arguments: object) -> object:
-        found.append(threading.current_thread().name)
-        return begin(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(rank.copier, "begin_load", noted)
-    return found
 
 
 def test_all_loads_of_a_step_share_its_budget(

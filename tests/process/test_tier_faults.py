@@ -90,6 +90,12 @@ class World:
         is_shown = self.metric("antiphon_cache_tier_breaker", tier=tier["name"], state="open") == 1
         return is_shown and tier["breaker"] == "open" and not tier["is_healthy"] and bool(tier["reason"])
 
+    @property
+    def outages(self) -> tuple[tuple[str, Callable[[], None], Callable[[], None]], ...]:
+        """What may befall the service: the name, how it begins, how it ends."""
+        backing = self.backing
+        return ("killed", backing.begin_kill, backing.end_kill), ("hung", backing.begin_hang, backing.end_hang)
+
     def measure(self, name: str, is_reached: Callable[[], Any], begin: Callable[[], None]) -> None:
         """A phase: begins, waits until the state is seen, and stays in it."""
         began_s = time.monotonic()
@@ -206,17 +212,13 @@ def test_faults_of_a_tier_cost_no_call_and_no_time_of_what_is_in_memory(
     make_world: Callable[[str], World], kind: str
 ) -> None:
     world = make_world(kind)
-    backing = world.backing
     world.measure("before", lambda: world.tier()["breaker"] == "closed", lambda: None)
-    for name, begin, end in (
-        ("killed", backing.begin_kill, backing.end_kill),
-        ("hung", backing.begin_hang, backing.end_hang),
-    ):
+    for name, begin, end in world.outages:
         world.measure(name, world.is_open, begin)
         world.recover(name, end)
     seen = num_without_room(world)
-    world.measure("full", lambda: num_without_room(world) > seen, backing.begin_fill)
-    world.recover("full", backing.end_fill)
+    world.measure("full", lambda: num_without_room(world) > seen, world.backing.begin_fill)
+    world.recover("full", world.backing.end_fill)
     world.check()
     assert world.tier()["failures"]["opened"] >= 2
 
@@ -226,12 +228,8 @@ def test_an_etcd_that_fails_costs_nothing_until_the_client_of_the_store_starts_a
     make_world: Callable[[str], World], kind: str
 ) -> None:
     world = make_world(kind)
-    backing = world.backing
     world.measure("before", lambda: world.tier()["breaker"] == "closed", lambda: None)
-    for name, begin, end in (
-        ("killed", backing.begin_kill, backing.end_kill),
-        ("hung", backing.begin_hang, backing.end_hang),
-    ):
+    for name, begin, end in world.outages:
         num_opened = world.tier()["failures"]["opened"]
         begin()
         world.measure(f"{name}, met", world.uses_tier(), lambda: None)

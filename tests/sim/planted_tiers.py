@@ -55,9 +55,8 @@ def fetched_bytes_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 def tier_key_is_without_its_namespace(patch: pytest.MonkeyPatch) -> None:
     """The key is that of the tokens alone, and the record does not say what it means."""
     bare: dict[ChunkKey, ChunkKey] = {}
-    shadows: dict[
-        int, tuple[ChunkChain, ChunkChain]
-    ] = {}  # by identity; a chain that is kept gives its own to no other
+    # By identity; a chain that is kept gives its own to no other.
+    shadows: dict[int, tuple[ChunkChain, ChunkChain]] = {}
     extend = ChunkChain.extend
 
     def extending(self: ChunkChain, tokens: Any) -> list[ChunkKey]:

@@ -104,7 +104,7 @@ def unlinked(tiers: Tiers, chunk: Chunk, removal: Removal) -> None:
 def pump(tiers: Tiers, tier: Tier) -> None:
     """Begins what may be published now."""
     waiting = tier.waiting
-    if not tier.breaker.is_closed or waiting.clears or tier.clearing is not None:
+    if not tier.breaker.is_closed or tier.is_clearing:
         return
     if tier.full_until_s > tiers.books.now_s:
         return

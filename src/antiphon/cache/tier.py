@@ -219,7 +219,7 @@ class Tier:
         if not breaker.is_closed:
             if breaker.state is BreakerState.OPEN and self.has_slot(JobKind.PROBE):
                 due_s = min(due_s, breaker.retry_at_s)
-        elif (dirty or self.full_until_s > now_s) and not self._is_clearing and self.has_slot(JobKind.PUBLISH):
+        elif (dirty or self.full_until_s > now_s) and not self.is_clearing and self.has_slot(JobKind.PUBLISH):
             if self.full_until_s > now_s:
                 due_s = min(due_s, self.full_until_s)
             elif not self.queued_bytes:
@@ -227,5 +227,6 @@ class Tier:
         return due_s if due_s != math.inf else None
 
     @property
-    def _is_clearing(self) -> bool:
+    def is_clearing(self) -> bool:
+        """Whether a clear has not ended, or not begun: nothing is published meanwhile."""
         return bool(self.waiting.clears) or self.clearing is not None

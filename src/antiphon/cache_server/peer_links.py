@@ -78,7 +78,7 @@ class PeerLinks:
         return link
 
     def _peer(self, holder: wire.Holder) -> _Peer:
-        name = (holder.instance, holder.incarnation)
+        name = holder.life
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = _Peer()
@@ -112,7 +112,7 @@ class PeerLinks:
     def failed(self, holder: wire.Holder) -> None:
         """A call to the peer failed: what is idle is not trusted either."""
         with self._lock:
-            peer = self._peers.get((holder.instance, holder.incarnation))
+            peer = self._peers.get(holder.life)
             if peer is not None:
                 for link in peer.idle:
                     link.close()

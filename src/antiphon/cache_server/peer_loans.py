@@ -277,14 +277,14 @@ class PeerLoans:
     def failed(self, holder: wire.Holder, error: AntiphonError) -> None:
         """Something else of that life of the peer failed: what is wished of it is not waited for."""
         with self._lock:
-            account = self._accounts.get((holder.instance, holder.incarnation))
+            account = self._accounts.get(holder.life)
         if account is not None:
             with account.lock:
                 account.fail(error)
 
     def _account(self, holder: wire.Holder) -> _Account:
         """Under ``lock``."""
-        name = (holder.instance, holder.incarnation)
+        name = holder.life
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = _Account()

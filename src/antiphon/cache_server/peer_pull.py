@@ -108,14 +108,14 @@ class Whereabouts:
         return [holder for holder in self._holders[key][1] if self._is_usable(holder, now_s)]
 
     def _is_usable(self, holder: Holder, now_s: float) -> bool:
-        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        breaker = self._breakers.get(holder.life)
         return breaker is None or breaker.is_closed or breaker.is_due(now_s)
 
     def take(self, holder: Holder, now_s: float) -> bool:
         """Whether a call may go to the holder; where its breaker is open, for this one call."""
         if not self._is_usable(holder, now_s):
             return False
-        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        breaker = self._breakers.get(holder.life)
         if breaker is not None and not breaker.is_closed:
             breaker.probing()
         return True
@@ -129,9 +129,8 @@ class Whereabouts:
 
     def failed(self, holder: Holder, now_s: float, reason: str) -> None:
         """A call failed, or had no answer in time."""
-        name = (holder.instance, holder.incarnation)
-        breaker = self._breakers.setdefault(name, Breaker(RETRY_MIN_S, RETRY_MAX_S))
-        self._breakers.move_to_end(name)
+        breaker = self._breakers.setdefault(holder.life, Breaker(RETRY_MIN_S, RETRY_MAX_S))
+        self._breakers.move_to_end(holder.life)
         if breaker.failed(now_s, reason):
             self.counts["breakers_opened"] += 1
         while len(self._breakers) > PEERS_MAX:
@@ -139,13 +138,13 @@ class Whereabouts:
 
     def not_asked(self, holder: Holder, now_s: float) -> None:
         """The call was not made after all. A breaker that let it through waits anew; one that is closed stays so."""
-        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        breaker = self._breakers.get(holder.life)
         if breaker is not None and not breaker.is_closed:
             breaker.failed(now_s, breaker.reason)
 
     def answered(self, holder: Holder) -> None:
         """A call was answered in time."""
-        breaker = self._breakers.get((holder.instance, holder.incarnation))
+        breaker = self._breakers.get(holder.life)
         if breaker is not None:
             breaker.answered()
 

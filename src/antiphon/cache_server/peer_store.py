@@ -334,8 +334,7 @@ class _Drive:
 
     def _read(self, action: ReadFrom) -> NoTime | None:
         num_bytes = len(self._into)
-        room, agent, memory = self._store.room, self._links.agent, self._links.memory_of(action.holder)
-        life = (action.holder.instance, action.holder.incarnation)
+        agent, memory = self._links.agent, self._links.memory_of(action.holder)
         if agent is not None and memory is not None and self._store.is_registered(address_of(self._into), num_bytes):
             try:
                 late = self._read_nixl(action, agent, memory)
@@ -349,7 +348,8 @@ class _Drive:
         if time.monotonic() >= self._end_s:
             return NoTime()
         _note_transport("tcp")
-        with room.reading(life, num_bytes, min(num_bytes, TCP_PIECE_BYTES), self._end_s) as turn:
+        num_unseen = min(num_bytes, TCP_PIECE_BYTES)
+        with self._store.room.reading(action.holder.life, num_bytes, num_unseen, self._end_s) as turn:
             return self._read_tcp(action, turn)
 
     def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> NoTime | None:
@@ -375,10 +375,9 @@ class _Drive:
     def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory) -> NoTime | None:
         """Raises as ``Reading.wait``; afterwards nothing writes to the target."""
         num_bytes, holder = len(self._into), action.holder
-        life = (holder.instance, holder.incarnation)
         readings: list[Reading] = []
         ended: NoTime | AntiphonError
-        with self._store.room.reading(life, num_bytes, num_bytes, self._end_s) as turn:
+        with self._store.room.reading(holder.life, num_bytes, num_bytes, self._end_s) as turn:
             try:
                 self._take_pieces(agent, memory, action.loan.offset, turn, readings)
                 return None

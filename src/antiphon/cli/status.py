@@ -15,9 +15,9 @@ from pathlib import Path
 
 import click
 
+from antiphon.cli import shown
 from antiphon.cli.config import config_option, spec_file
 from antiphon.cli.endpoints import client_of, table
-from antiphon.cli.shown import printable
 from antiphon.config.load import load_spec
 from antiphon.config.plan import BEHIND_ENGINES
 from antiphon.config.supervisor_spec import default_state_dir
@@ -155,12 +155,10 @@ def table_lines(report: DeploymentReport) -> list[str]:
         supervisor = f"supervisor gone (was pid {report.supervisor_pid})"
     else:
         supervisor = "stopped"
-    cells = [_HEADER, *map(_cells, report.processes)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [f"{report.name}: {supervisor}"]
-    lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines += shown.table_lines([_HEADER, *map(_cells, report.processes)])
     lines += [_held(row) for row in report.processes if row.kind == "cache_server" and row.state == "ready"]
-    lines += [f"{row.name} {printable(each)}" for row in report.processes for each in row.lacks]
+    lines += [f"{row.name} {shown.printable(each)}" for row in report.processes for each in row.lacks]
     lines += [_known(row) for row in report.processes if row.kind == "coordinator" and row.state == "ready"]
     for row in report.processes:
         lines += _waiting(row.waiting) if row.waiting is not None else []

@@ -110,15 +110,13 @@ def _problem(path: str, detail: ErrorDetails, model: type[BaseModel]) -> Problem
 
 def _out_of_range(path: str, kind: str, ctx: dict[str, Any], value: object) -> str:
     """A size has its limit as a size; any other whole number is written out."""
-    key, word = _BOUNDS[kind]
-    limit = ctx[key]
-    if not any(part.endswith("_bytes") for part in path.split(".")):
-        shown = str(limit) if isinstance(limit, int) else f"{limit:g}"
-    elif isinstance(value, int | float) and value < 0:
-        return f"{value!r} is out of range: it must be positive, {word} {format_bytes(limit)}"
-    else:
-        shown = format_bytes(limit)
-    return f"{value!r} is out of range: it must be {word} {shown}"
+    limit = limit_of(kind, ctx)
+    if any(part.endswith("_bytes") for part in path.split(".")):
+        key, word = _BOUNDS[kind]
+        limit = f"{word} {format_bytes(ctx[key])}"
+        if isinstance(value, int | float) and value < 0:
+            limit = f"positive, {limit}"
+    return f"{value!r} is out of range: it must be {limit}"
 
 
 def _value_complaint(kind: str, ctx: dict[str, Any], value: object) -> tuple[str | None, str | None]:

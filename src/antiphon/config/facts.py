@@ -19,7 +19,7 @@ from antiphon.config.cluster import cluster_secret
 from antiphon.config.compile import Compiled
 from antiphon.config.cuda import num_cuda_devices
 from antiphon.config.hosts import is_port_taken, is_this_machine
-from antiphon.config.interpreters import PROBE_TIMEOUT_S, InterpreterKey, run_python
+from antiphon.config.interpreters import PROBE_TIMEOUT_S, InterpreterKey, last_words, run_python
 from antiphon.config.key_files import read_key, read_keys, shown_to_others
 from antiphon.config.model_facts import ModelFacts, model_facts
 from antiphon.config.plan import BEHIND_ENGINES
@@ -92,7 +92,10 @@ def interpreter_key(engine: Engine) -> InterpreterKey:
 
 
 def gather_facts(compiled: Compiled) -> HostFacts:
-    """Look at this host for the sake of ``compiled``. Takes as long as the slowest interpreter needs to answer."""
+    """Look at this host for the sake of ``compiled``. Takes as long as the slowest interpreter needs to answer.
+
+    The tiers of each cache server are tried meanwhile, one server after the other.
+    """
     local_hosts = frozenset(host for host in {plan.host for plan in compiled.plans} if is_this_machine(host))
     engines = [engine for engine in compiled.engines if engine.spec.kind == "vllm" and engine.host in local_hosts]
     keys = list(dict.fromkeys(interpreter_key(engine) for engine in engines))
@@ -128,8 +131,7 @@ def probe_interpreter(key: InterpreterKey) -> InterpreterFacts:
     except json.JSONDecodeError:
         return InterpreterFacts(error="is not a Python interpreter")
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return InterpreterFacts(error=f"ended with status {done.returncode}: {last}")
+        return InterpreterFacts(error=f"ended with status {done.returncode}: {last_words(done)}")
     return InterpreterFacts(vllm=answer["vllm"], nixl=answer["nixl"], has_antiphon=answer["has_antiphon"])
 
 

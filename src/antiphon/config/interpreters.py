@@ -27,3 +27,8 @@ def run_python(
         env=env,
         check=False,
     )
+
+
+def last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line that a child wrote to stderr: of a traceback, the error."""
+    return (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from antiphon.config.compile import Compiled
-from antiphon.config.interpreters import PROBE_TIMEOUT_S, run_python
+from antiphon.config.interpreters import PROBE_TIMEOUT_S, last_words, run_python
 from antiphon.config.plan import ProcessPlan
 
 _PROBE = """
@@ -51,19 +51,21 @@ def _tiers_of(plan: ProcessPlan) -> list[str]:
 
 def _faults(python: str, tiers: list[str]) -> Iterator[TierFault]:
     key = (python, os.environ.get("PYTHONPATH", ""))
+    answer, why = None, ""
     try:
         done = run_python(key, _PROBE, tiers, timeout_s=PROBE_TIMEOUT_S)
-        answer = json.loads(done.stdout) if done.returncode == 0 else None
+        if done.returncode == 0:
+            answer = json.loads(done.stdout)
+        else:
+            why = last_words(done)
     except subprocess.TimeoutExpired:
         message = f"the tiers could not be tried in {PROBE_TIMEOUT_S:g} s: a disk hangs, or the host is very busy"
         yield TierFault("cache.l2", message, "look at the disk, or leave its tier out")
         return
     except (OSError, json.JSONDecodeError) as error:
-        yield TierFault("cache.l2", f"the tiers could not be tried with {python}: {error}", "install antiphon anew")
-        return
+        why = str(error)
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield TierFault("cache.l2", f"the tiers could not be tried with {python}: {last}", "install antiphon anew")
+        yield TierFault("cache.l2", f"the tiers could not be tried with {python}: {why}", "install antiphon anew")
         return
     for text, message, remedy in answer:
         yield TierFault(f"cache.l2[{tiers.index(text)}]", message, remedy or "see docs/tiers.md")

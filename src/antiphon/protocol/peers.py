@@ -170,6 +170,11 @@ class Holder(msgspec.Struct, frozen=True, array_like=True):
     incarnation: _Name
     url: _Url
 
+    @property
+    def life(self) -> tuple[str, str]:
+        """By which one life of a member is told from the next."""
+        return self.instance, self.incarnation
+
 
 class Located(Body, frozen=True):
     """The answer to ``Locate``. ``holders``: for each key, indices into ``members``, at most

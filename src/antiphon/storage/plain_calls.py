@@ -165,11 +165,10 @@ class MooncakePlain:
                 server = EtcdMetadata(metadata)
                 after.callback(server.close)
                 metadata = server.url
+            here = f"{spec.local_host}:{free_port(spec.local_host)}"
+            master = urlsplit(spec.url).netloc
             told = {
-                "setup": [
-                    *(f"{spec.local_host}:{free_port(spec.local_host)}", metadata, 0, 16 << 20, spec.protocol),
-                    *(spec.devices, urlsplit(spec.url).netloc),
-                ],
+                "setup": [here, metadata, 0, 16 << 20, spec.protocol, spec.devices, master],
                 "num_chunks": num_chunks,
                 "chunk_bytes": chunk_bytes,
                 "num_threads": num_threads,

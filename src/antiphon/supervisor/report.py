@@ -195,7 +195,9 @@ async def _with_cache(row: ProcessRow, timeout_s: float) -> ProcessRow:
     """``row`` with what the cache server says that it holds."""
     try:
         status, body = await vllm.http_get(f"{row.base_url}/status", timeout_s=timeout_s)
-        told = json.loads(body) if status == 200 else {"storage_manager": {"l1_manager": {}}}
+        if status != 200:
+            return replace(row, is_load_unknown=True)
+        told = json.loads(body)
         held = told["storage_manager"]["l1_manager"]
         lacks = tuple(_lacking(told))
         counts = [held.get(key) for key in ("total_object_count", "memory_used_bytes", "memory_total_bytes")]

@@ -38,10 +38,6 @@ _ACCEPT_PAUSE_S: Final = 0.2
 """After a failed accept: descriptors or memory are short, and would be so again at once."""
 
 
-def _pass_over(piece: memoryview) -> None:
-    pass
-
-
 class PeerSocket:
     """A connection for one thread at a time. Made by ``connect``."""
 
@@ -132,7 +128,7 @@ class PeerSocket:
         lease: int,
         into: memoryview,
         deadline_s: Callable[[], float],
-        on_piece: Callable[[memoryview], None] = _pass_over,
+        on_piece: Callable[[memoryview], None],
     ) -> None:
         """Has the bytes of a leased chunk sent into ``into``, all of it.
 
