@@ -213,6 +213,15 @@ def _names(node: ast.expr) -> list[str]:
     return [dotted(item).removeprefix("builtins.") for item in items]
 
 
+def cancels_are_heard(tree: SourceTree, house: House) -> Iterator[Finding]:
+    """No ``asyncio.wait_for``: in Python 3.11 it loses a cancel that comes when what it waits for has just ended."""
+    for file in tree.files:
+        for call, name in file.calls():
+            if name == "asyncio.wait_for":
+                message = "asyncio.wait_for: it may lose a cancel; use asyncio.timeout"
+                yield Finding(file.path, call.lineno, message)
+
+
 def nothing_prints(tree: SourceTree, house: House) -> Iterator[Finding]:
     for file in tree.files:
         for call, name in file.calls():
@@ -293,6 +302,7 @@ SOURCE_CHECKS = (
     functions_are_small,
     parameters_are_few,
     faults_are_named,
+    cancels_are_heard,
     nothing_prints,
     asserts_can_fail,
     nothing_is_left_unfinished,

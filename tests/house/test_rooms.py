@@ -132,6 +132,7 @@ VIOLATIONS: list[tuple[Check, str, str]] = [
     (checks.faults_are_named, "core/a.py", "try:\n    f()\nexcept Exception:  # supervised:\n    pass"),
     (checks.faults_are_named, "core/a.py", "try:\n    f()\n# supervised: the line above\nexcept Exception:\n    pass"),
     (checks.faults_are_named, "core/a.py", "import contextlib\nwith contextlib.suppress(Exception):\n    f()"),
+    (checks.cancels_are_heard, "core/a.py", "import asyncio\nasync def f(x):\n    await asyncio.wait_for(x, 1)"),
     (checks.nothing_prints, "router/a.py", "print('x')"),
     (checks.asserts_can_fail, "core/a.py", "assert True"),
     (checks.asserts_can_fail, "core/a.py", "assert 1, 'one'"),

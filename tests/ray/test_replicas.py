@@ -6,7 +6,7 @@ Ray's handles, the held processes and the router are stand-ins of this file, who
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from antiphon.ray.cache_actor import CacheActor
 from antiphon.ray.draining import Left
 from antiphon.ray.engine_replica import EngineReplica
 from antiphon.ray.plans import AppSettings
+from antiphon.ray.replica import within
 from antiphon.ray.roster import BEAT_LOST_S
 from antiphon.ray.router_replica import RouterReplica
 from tests.ray.configs import Change, mapped_from
@@ -113,9 +114,18 @@ class Handle:
         return type("Method", (), {"remote": staticmethod(call)})
 
 
+MADE: list[Any] = []
+
+
 @pytest.fixture(autouse=True)
-def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[None]:
+    """What Ray would say. A test that fails leaves no replica behind, which would soon ask the real one."""
+
+    def end_process(code: int = 1) -> None:
+        raise AssertionError("the replica ends the process of the tests")
+
     values = {
+        "end_process": end_process,
         "keep_replica_near": lambda *, is_published: None,
         "replica_identity": lambda: ("app", "r1"),
         "node_id": lambda: "node",
@@ -131,12 +141,18 @@ def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_replica, "BEAT_S", 0.01)
     monkeypatch.setattr(engine_replica, "JOIN_AGAIN_S", 0.01)
     HeldProcess.failing, HeldProcess.running = [], []
+    MADE.clear()
+    yield
+    async with asyncio.timeout(5.0):
+        for replica in MADE:
+            await replica._tasks.stop()
 
 
 async def made(kind: type[Any], *args: Any) -> Any:
     """As Serve constructs a replica; the interpreter is not to end it as well."""
     own: Any = type(kind.__name__, (kind,), {"__del__": lambda self: None, "end": kind.__del__})
     replica = own.__new__(own)
+    MADE.append(replica)
     await replica.__init__(*args)
     return replica
 
@@ -157,6 +173,23 @@ def info(life: str = "a", role: str = "decode", **more: Any) -> dict[str, Any]:
         "built_s": 1.0,
         **more,
     }
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_cancel_is_heard_whenever_it_comes(num_turns: int) -> None:
+    """Also when the answer has just come: ``asyncio.wait_for`` of Python 3.11 loses that one, and a replica that ends
+    then waits for its beats for ever."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[int] = loop.create_future()
+    asking = asyncio.create_task(within(10.0, answer))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    answer.set_result(1)
+    for _turn in range(num_turns):
+        await asyncio.sleep(0)
+    is_heard = asking.cancel()
+    await asyncio.wait({asking})
+    assert asking.cancelled() == is_heard
 
 
 # ---- the router's replica --------------------------------------------------------------------------------------------

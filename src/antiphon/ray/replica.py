@@ -20,12 +20,13 @@ HEALTH_TIMEOUT_S = 5.0
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
-    """As ``asyncio.wait_for``, for a response of a handle too, which is no coroutine."""
+    """What it gives, in time.
 
-    async def wait() -> T:
+    Raises:
+        TimeoutError: not in time.
+    """
+    async with asyncio.timeout(timeout_s):
         return await awaitable
-
-    return await asyncio.wait_for(wait(), timeout_s)
 
 
 class Tasks:

@@ -345,6 +345,7 @@ async def _serve(spec: RouterSpec, announce: Callable[[int], None], tracing: Tra
     if spec.stop_notice_s:
         log.info("stopping in %g s: readiness says so", spec.stop_notice_s)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(hurrying.wait(), spec.stop_notice_s)
+            async with asyncio.timeout(spec.stop_notice_s):
+                await hurrying.wait()
     log.info("stopping: %d requests in progress", router.inference.num_active)
     return await router.stop()

@@ -120,7 +120,8 @@ class Guard:
         assert self._process.stdout is not None
         line = b""
         with suppress(TimeoutError):
-            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await self._process.stdout.readline()
         if line == watchdog.READY_LINE:
             return True
         await self._discard(self._process)
@@ -130,7 +131,8 @@ class Guard:
         with suppress(ProcessLookupError):
             process.kill()
         with suppress(TimeoutError):
-            await asyncio.wait_for(_ended(process), KILLED_TIMEOUT_S)
+            async with asyncio.timeout(KILLED_TIMEOUT_S):
+                await _ended(process)
         self._close_pipe()
         self._process = None
 
@@ -169,7 +171,8 @@ async def _ended(process: Process) -> None:
     await process.wait()
     assert process.stdout is not None
     with suppress(TimeoutError):
-        await asyncio.wait_for(process.stdout.read(), KILLED_TIMEOUT_S)
+        async with asyncio.timeout(KILLED_TIMEOUT_S):
+            await process.stdout.read()
 
 
 def add_line(session: Session) -> str:

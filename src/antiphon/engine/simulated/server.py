@@ -374,7 +374,8 @@ async def serve(options: ServerOptions, announce: Callable[[str], None]) -> None
     server = SimulatedServer(options)
     try:
         # Until it is ready a real engine holds its port and refuses connections.
-        await asyncio.wait_for(stopping.wait(), options.engine.spec.start_delay_s)
+        async with asyncio.timeout(options.engine.spec.start_delay_s):
+            await stopping.wait()
     except TimeoutError:
         server.side_channel_port = await server.side_channel.listen("", 0, sock=side_socket)
         port = await server.http.listen("", 0, sock=http_socket)
