@@ -30,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.1
 KILL_TIMEOUT_S = 30.0  # a process in an uninterruptible wait can outlive SIGKILL
+FAILED_FILE = "ANTIPHON_FAILED_FILE"
+"""Where the tests write what fails as it fails (``tests/conftest.py``), for a pytest that dies before it tells."""
 NOTHING_COLLECTED = 5  # pytest's exit status
 SHOWN_LINES_MAX = 200  # of a failed group's output; all of it stays in the log
 
@@ -45,6 +47,9 @@ class Group:
     markers: str = ""
     can_be_empty: bool = False
     paths: tuple[str, ...] = ()
+    """Patterns of files or folders; none: all."""
+    apart: str = ""
+    """The group that has some of its files to itself, where that is run too."""
     is_compiled: bool = False
     """Runs on the compiled modules; where they cannot be made, it is not run, and that is said."""
 
@@ -65,12 +70,13 @@ GROUPS = (
         paths=("tests/router",),
         is_compiled=True,
     ),
-    Group("process", "process", 2700, markers="process and not real_engine"),
+    Group("process", "process", 2700, markers="process and not real_engine", apart="ray"),
+    Group("ray", "ray", 1800, markers="process and not real_engine", paths=("tests/process/test_ray_*.py",)),
     Group("real", "real engine", 3000, markers="real_engine"),
 )
 
 
-STAGES = ((("lint", "types", "unit", "compiled"), ("process",)), (("real",),))
+STAGES = ((("lint", "types", "unit", "compiled", "ray"), ("process",)), (("real",),))
 """Names of groups: lanes of a stage, groups of a lane."""
 
 
@@ -209,13 +215,15 @@ class Run:
         self._running: dict[str, float] = {}
         """Titles of groups, and when each began."""
         self._printing = threading.Lock()
+        self.groups: list[Group] = []
         self.total = Outcome()
 
     def stages(self, names: list[str]) -> None:
         """Runs the groups of these names."""
         began_s = time.monotonic()
+        self.groups = [group for group in GROUPS if group.name in names]
         for lanes in STAGES:
-            groups = [[group for group in GROUPS if group.name in lane and group.name in names] for lane in lanes]
+            groups = [[group for group in self.groups if group.name in lane] for lane in lanes]
             with ThreadPoolExecutor(len(lanes)) as pool:
                 ended = [pool.submit(self._lane, lane) for lane in groups]
                 try:
@@ -247,14 +255,21 @@ class Run:
                 finally:
                     del self._running[group.title]
 
+    def _left_out(self, group: Group) -> list[str]:
+        """The options by which it leaves files to another group of this run."""
+        patterns = [pattern for other in self.groups if other.name == group.apart for pattern in other.paths]
+        return [f"--ignore-glob={ROOT / pattern}" for pattern in patterns]
+
     def _group(self, group: Group) -> None:
         """Runs one group and prints its line, and its output where it failed."""
         log_path = self._folder / f"{group.title.replace(' ', '-')}.log"
+        failed_path = self._folder / f"{group.title.replace(' ', '-')}.failed"
         junit = None if group.command else self._folder / f"{group.name}.xml"
         command = [sys.executable, *group.command]
         if junit is not None:
             junit.unlink(missing_ok=True)
-            command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}", *group.paths, *self._extra]
+            command += ["-m", "pytest", "-q", "-m", group.markers, f"--junitxml={junit}"]
+            command += [*self._left_out(group), *(str(path) for path in files_of(group)), *self._extra]
         if group.is_compiled:
             reason = why_not_compiled()
             if reason is not None:
@@ -264,6 +279,7 @@ class Run:
                 return
             command = ["env", "ANTIPHON_COMPILED=1", *command]
         started_s = time.monotonic()
+        command = ["env", f"{FAILED_FILE}={failed_path}", *command]
         status = run_to_end(command, log_path, group.timeout_s, self._stop)
         wall_s = time.monotonic() - started_s
         if self._stop.is_set():
@@ -275,6 +291,8 @@ class Run:
             if len(lines) > SHOWN_LINES_MAX:
                 shown.append(f"[the first {len(lines) - SHOWN_LINES_MAX} lines are in {log_path}]")
             shown += lines[-SHOWN_LINES_MAX:]
+            if junit is not None and not junit.exists() and failed_path.exists():
+                shown += ["failed before it ended:", *failed_path.read_text(errors="replace").splitlines()]
         mark = "FAILED" if outcome.num_failed else "ok"
         self._say(outcome, *shown, f"{group.title:<12} {mark:<7} {wall_s:7.1f} s   {counts(outcome)}")
 
@@ -284,6 +302,11 @@ class Run:
             if sys.stdout.isatty():
                 sys.stdout.write("\r\033[K")
             print("\n".join(lines), flush=True)
+
+
+def files_of(group: Group) -> list[Path]:
+    """The files and folders that it names; none: all."""
+    return [path for pattern in group.paths for path in sorted(ROOT.glob(pattern))]
 
 
 def why_not_compiled() -> str | None:
@@ -336,7 +359,7 @@ def main(arguments: list[str]) -> int:
     run = Run(folder, extra)
     run.stages(wanted)
     total = run.total
-    left_out = [name for name in names if name not in wanted]
+    left_out = [name for name in names if name not in {*wanted, *(each.apart for each in run.groups)}]
     print(summarize(total, left_out, folder if total.num_failed else None))
     if total.num_failed:
         return 1

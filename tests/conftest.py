@@ -34,7 +34,9 @@ if os.environ.get(SWITCH) == "1":
     use_compiled()
 
 NO_SKIPS = "ANTIPHON_NO_SKIPS"
+FAILED_FILE = "ANTIPHON_FAILED_FILE"
 FORBIDDEN = "needs a machine that allows "
+_failed_path = os.environ.pop(FAILED_FILE, None)  # not for what tests start
 LEAK_GRACE_S = 2.0  # how long a process or a task that is already ending gets to end
 PR_SET_PDEATHSIG = 1
 
@@ -54,6 +56,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was left out, and {NO_SKIPS} is set. {reason}"
     return report
+
+
+@pytest.hookimpl
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Where a file is named for it, what fails is written there at once."""
+    if report.failed and _failed_path is not None:
+        with open(_failed_path, "a") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-2_000:]}\n")
 
 
 # ---- ports -----------------------------------------------------------------------------------------------------------

@@ -228,3 +228,36 @@ def test_a_real_pytest_run_is_read(tmp_path: Path) -> None:
     outcome = runner.judge(TESTS, done.returncode, path)
     assert outcome.num_skipped == 1
     assert outcome.num_failed == 2, done.stdout
+
+
+def test_what_a_group_has_to_itself_is_run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = runner.Run(tmp_path, [])
+    process, ray = (next(group for group in runner.GROUPS if group.name == name) for name in ("process", "ray"))
+    own = {str(path) for path in runner.files_of(ray)}
+    assert str(Path(__file__).parents[1] / "process" / "test_ray_app.py") in own
+
+    run.groups = [process, ray]
+    (option,) = run._left_out(process)
+    assert {str(path) for path in Path("/").glob(option.removeprefix("--ignore-glob=/"))} == own
+    assert run._left_out(ray) == []
+
+    run.groups = [process]
+    assert run._left_out(process) == [], "nobody else runs them"
+
+
+def test_a_pytest_that_dies_has_told_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    (tmp_path / "test_x.py").write_text(
+        "import os\ndef test_a(): assert 1 + 1 == 3, 'so it says'\ndef test_b(): os._exit(1)\n"
+    )
+    options = ("-c", "/dev/null", f"--rootdir={tmp_path}", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto")
+    monkeypatch.setattr(runner, "GROUPS", [Group("unit", "unit", 60.0, markers="not process")])
+    monkeypatch.setattr(runner, "STAGES", ((("unit",),),))
+    monkeypatch.setattr(runner.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    assert runner.main(["--only", "unit", *options, str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "failed before it ended:" in said
+    assert "test_x.py::test_a (call)" in said
+    assert "so it says" in said
