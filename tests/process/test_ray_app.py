@@ -27,7 +27,7 @@ from tests.router.stack import Answer, RouterProcess, ask, metrics_of, raw_reque
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
 
-BACK_WITHIN_S = 40.0
+BACK_WITHIN_S = 60.0
 PROMPT = "the quick brown fox jumps over the lazy dog"
 COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12}
@@ -275,7 +275,7 @@ def test_without_a_prefill_engine_a_request_fails_fast_and_none_hangs(app: App) 
     assert 503 in statuses
     assert statuses <= {200, 502, 503}
     assert slowest_s < 5.0
-    wait_for(lambda: complete(app).status == 200, "it answers again", 5.0)
+    wait_for(lambda: complete(app).status == 200, "it answers again", 20.0)
 
 
 @pytest.mark.parametrize("part", ["replica", "process"])

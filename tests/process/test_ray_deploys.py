@@ -1,8 +1,9 @@
 """What is deployed beside an application, or in its place, on a local Ray with simulated engines.
 
-Goal: the seed's YAML runs, beside another application; an application that is deployed again with another model serves
-that one, and what was in flight ends; an engine that cannot start is said, with its reason, soon, and not tried for
-ever. Method: the one application of the session, and others beside it; the last test deploys it again.
+Goal: the seed's YAML runs, beside another application; a deploy of other bounds ends no process of it; an application
+that is deployed again with another model serves that one, and what was in flight ends; an engine that cannot start is
+said, with its reason, soon, and not tried for ever. Method: the one application of the session, and others beside it;
+the last test deploys it again.
 
 Out of scope: answers and what dies (test_ray_app.py); the size of pools (test_ray_scaling.py).
 """
@@ -45,6 +46,7 @@ def complete(port: int, model: str) -> Answer:
 # ---- the seed's file -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 def test_the_seeds_first_file_runs_beside_another_application(ray_app: App, tmp_path: Path) -> None:
     """With another builder and model; simulated engines and ports are all that is said beside it."""
     cluster = ray_app.cluster
@@ -66,6 +68,7 @@ def test_the_seeds_first_file_runs_beside_another_application(ray_app: App, tmp_
         cluster.wait_running(SEED_APP, START_WITHIN_S)
         check_seed(cluster, port)
         check_cache_server(port, ports + 1)
+        check_rescaled(cluster, values, path)
         assert complete(ray_app.router_port, "m").status == 200
     finally:
         cluster.delete(SEED_APP)
@@ -85,7 +88,7 @@ def check_seed(cluster: RayCluster, port: int) -> None:
     local = wait_for(
         lambda: (answer := cluster.ask("POST", "/seed/v1/completions", COMPLETION)).status == 200 and answer,
         "decode engines compute the prompts",
-        5.0,
+        20.0,
     )
     assert local.headers["x-antiphon-path"] == "local"
     assert local.text == answers[0].text
@@ -103,6 +106,37 @@ def check_cache_server(router_port: int, http_port: int) -> None:
     wait_for(is_followed, "the router reads its reports", 10.0)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: [each for each in cache_servers() if each != pid], "another cache server", 20.0)
+
+
+def check_rescaled(cluster: RayCluster, values: dict[str, Any], path: Path) -> None:
+    """Deployed again with other bounds, no process is replaced, and the pool is as large as it should be."""
+
+    def processes() -> tuple[set[int], set[int]]:
+        """Of the prefill engines; of the decode engines and the router."""
+        said = cluster.call("engines", app=SEED_APP)
+        found: tuple[set[int], set[int]] = set(), {said["router"]["pid"]}
+        for info in said["engines"]:
+            found[info["role"] == "decode"].add(info["pid"])
+        return found
+
+    def are_there() -> bool:
+        found = processes()
+        return [len(each) for each in found] == [2, 7] and set.union(*found) <= set(marked_pids(SEED_APP))
+
+    wait_for(are_there, "the killed engines are back", START_WITHIN_S)
+    prefill, others = processes()
+    for config, bounds in {"prefill_config": (3, 4), "decode_config": (6, 8)}.items():
+        scaling = values["applications"][0]["args"][config]["deployment_config"]["autoscaling_config"]
+        scaling["min_replicas"], scaling["max_replicas"] = bounds
+    path.write_text(yaml.safe_dump(values))
+    began_s = time.monotonic()
+    cluster.call("deploy", path=str(path))
+    wait_for(lambda: len(processes()[0]) == 3, "one more prefill engine", START_WITHIN_S)
+    print(f"one more prefill engine {time.monotonic() - began_s:.1f} s after the deploy")
+    cluster.wait_running(SEED_APP, START_WITHIN_S)
+    after = processes()
+    assert prefill < after[0]
+    assert others == after[1]
 
 
 def cache_servers() -> list[int]:

@@ -1,6 +1,7 @@
 """A program that holds a process, as a replica does: started by ``test_holder.py``, which kills it.
 
-``holding.py FOLDER PORT``: prints the pids of the process and of what that has started, each once it is ready.
+``holding.py FOLDER PORT``: prints the pids of the process and of what that has started, each once it is ready. A line
+with a number on standard input: it is stopped by so many at once.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ async def hold(folder: Path, port: int) -> None:
         ports={"http": port},
         base_url=f"http://127.0.0.1:{port}",
     )
-    options = HolderOptions("held", folder, start_timeout_s=20.0, stop_grace_s=2.0)
+    options = HolderOptions("held", folder, start_timeout_s=60.0, stop_grace_s=2.0)
     holder = Holder(plan, options, lambda text: print(text, file=sys.stderr, flush=True))
     await holder.start()
     child = re.findall(r"^child (\d+)$", (folder / "engine.log").read_text(), re.MULTILINE)
     print(holder.pid, child[-1], flush=True)
-    if await asyncio.to_thread(sys.stdin.readline):
-        await holder.stop()
+    if num_stops := await asyncio.to_thread(sys.stdin.readline):
+        await asyncio.gather(*(holder.stop() for _ in range(int(num_stops))))
         print("stopped", flush=True)
 
 

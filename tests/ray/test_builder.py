@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="needs Ray")
 
+import antiphon
 from antiphon.config.compile import compile_all
 from antiphon.config.problems import SpecError
 from antiphon.config.resolve import this_machine
 from antiphon.ray import app as builder
-from antiphon.ray import build_pd_openai_app
+from antiphon.ray import build_pd_openai_app, inside
 from tests.ray.configs import Change, pd_config
 
 ROUTER = "antiphon.router"
@@ -93,6 +95,82 @@ def test_how_long_an_engine_may_take_to_start_can_be_written() -> None:
     assert settings.spec.supervisor.start_timeout_s == 3000
     assert settings.built_s > 0
     assert deployed(app)["router"]._deployment_config.graceful_shutdown_timeout_s > 90
+
+
+def scaled(num_ingress: int = 1, **values: Any) -> tuple[Change, ...]:
+    """With the interval that is Serve's own: it warns of any other."""
+    own = {"min_replicas": 1, "max_replicas": 4, "metrics_interval_s": 10} | values
+    number = {"num_replicas": num_ingress}
+    return ("both.deployment_config", {"autoscaling_config": own}), ("ingress_deployment_config", number)
+
+
+OTHER_SCALE = scaled(2, min_replicas=2, max_replicas=5, target_ongoing_requests=3, upscale_delay_s=7)
+
+
+def given(app: Any) -> dict[str, list[Any]]:
+    """What the replicas of each deployment are given, but for handles."""
+    return {
+        name: [arg for arg in each.init_args if not hasattr(arg, "_bound_deployment")]
+        for name, each in deployed(app).items()
+    }
+
+
+def versions(*changes: Change) -> set[str | None]:
+    """What Serve takes for the versions of the deployments of a file that it builds."""
+    found = set()
+    for each in deployed(build_pd_openai_app(pd_config(*changes))).values():
+        config = copy.deepcopy(each._deployment_config)
+        config.version = "serve's own"
+        found.add(type(config).from_proto_bytes(config.to_proto_bytes()).version)
+    return found
+
+
+def test_replicas_are_not_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder.time, "time", lambda: 5.0)
+    before, after = build_pd_openai_app(pd_config()), build_pd_openai_app(pd_config(*OTHER_SCALE))
+    assert given(before) == given(after)
+    assert deployed(after)["decode"]._deployment_config.autoscaling_config.max_replicas == 5
+
+
+def test_a_file_that_scales_otherwise_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inside, "is_built_from_file", lambda: True)
+    (version,) = versions(*scaled())
+    assert version != "serve's own"
+    assert versions(*OTHER_SCALE) == {version}
+    for path, value in {
+        "both.engine_kwargs": {"max_num_seqs": 7},
+        "decode_config.deployment_config.graceful_shutdown_timeout_s": 7,
+        "decode_config.deployment_config.autoscaling_config.look_back_period_s": 70,
+        "decode_config.deployment_config.autoscaling_config.max_replicas": 1,
+        "antiphon.router": {"policy": "round_robin"},
+        "antiphon.supervisor": {"stop_grace_s": 7},
+    }.items():
+        (other,) = versions(*scaled(), (path, value))
+        assert other not in (version, "serve's own"), path
+
+
+def test_code_and_packages_are_part_of_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inside, "is_built_from_file", lambda: True)
+    seen = versions()
+    (tmp_path / "vllm-9.9.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen |= versions()
+    (tmp_path / "more.py").write_text("")
+    monkeypatch.setattr(antiphon, "__path__", [*antiphon.__path__, str(tmp_path)])
+    seen |= versions()
+    assert len(seen) == 3
+
+
+def test_what_a_program_deploys_is_a_version_of_its_own() -> None:
+    assert versions() == {"serve's own"}
+
+
+def test_a_ray_that_keeps_versions_elsewhere_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = SimpleNamespace(_deployment_config=SimpleNamespace())
+    assert inside.with_version(deployment, "v") is deployment
+    assert "a deploy replaces every engine" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SIMULATED: Change = ("antiphon.engine.kind", "simulated")
 
 def settings(*changes: Change) -> AppSettings:
     found = mapped_from(*changes)
-    return AppSettings(found.spec, found.pools, found.ingress)
+    return AppSettings.of(found.spec, found.pools)
 
 
 def flag(argv: tuple[str, ...], name: str) -> str:

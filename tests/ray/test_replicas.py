@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from antiphon.ray.cache_actor import CacheActor
 from antiphon.ray.draining import Left
 from antiphon.ray.engine_replica import EngineReplica
 from antiphon.ray.plans import AppSettings
-from antiphon.ray.replica import within
+from antiphon.ray.replica import Tasks, within
 from antiphon.ray.roster import BEAT_LOST_S
 from antiphon.ray.router_replica import RouterReplica
 from tests.ray.configs import Change, mapped_from
@@ -33,11 +34,15 @@ WITH_CACHE: Change = ("antiphon.cache", {"shared": True})
 
 def settings(*changes: Change) -> AppSettings:
     found = mapped_from(*changes)
-    return AppSettings(found.spec, found.pools, found.ingress, 1.0)
+    return AppSettings.of(found.spec, found.pools, 1.0)
+
+
+SOON_S = 30.0
+"""For what takes no time on a machine that has some."""
 
 
 async def wait_until(holds: Callable[[], object], what: str) -> None:
-    deadline_s = asyncio.get_running_loop().time() + 5
+    deadline_s = asyncio.get_running_loop().time() + SOON_S
     while not holds():
         assert asyncio.get_running_loop().time() < deadline_s, f"not in time: {what}"
         await asyncio.sleep(0.005)
@@ -143,7 +148,7 @@ async def without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncI
     HeldProcess.failing, HeldProcess.running = [], []
     MADE.clear()
     yield
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(SOON_S):
         for replica in MADE:
             await replica._tasks.stop()
 
@@ -190,6 +195,25 @@ async def test_a_cancel_is_heard_whenever_it_comes(num_turns: int) -> None:
     is_heard = asking.cancel()
     await asyncio.wait({asking})
     assert asking.cancelled() == is_heard
+
+
+async def test_a_task_that_does_not_end_does_not_keep_its_replica(caplog: pytest.LogCaptureFixture) -> None:
+    over = asyncio.Event()
+
+    async def stays() -> None:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    tasks = Tasks(stop_timeout_s=0.05)
+    tasks.start(stays(), "the one that stays")
+    await asyncio.sleep(0)
+    async with asyncio.timeout(SOON_S):
+        await tasks.stop()
+    assert "the one that stays has not ended 0.05 s after" in caplog.text
+    over.set()
+    async with asyncio.timeout(SOON_S):
+        await tasks.stop()
 
 
 # ---- the router's replica --------------------------------------------------------------------------------------------

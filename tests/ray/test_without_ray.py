@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from antiphon.core.extras import install_remedy
+
 PROGRAM = """
 import sys
 import antiphon.cli.main, antiphon.ray.mapping, antiphon.ray.plans, antiphon.ray.listeners
@@ -23,4 +25,4 @@ def test_without_ray_the_builder_says_what_to_install() -> None:
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("ConfigError"), ran.stdout
-    assert "pip install 'antiphon[ray]'" in ran.stdout
+    assert f"({install_remedy('ray')})" in ran.stdout

@@ -9,7 +9,7 @@ from typing import Final
 
 INSTALL_REMEDY: Final = "in the clone: make install, or pip install ."
 """What to do where a package is missing that everything needs."""
-LOCKED_PARTS: Final = {"redis": "tiers", "s3": "tiers", "mooncake": "tiers"}
+LOCKED_PARTS: Final = {"ray": "ray", "redis": "tiers", "s3": "tiers", "mooncake": "tiers"}
 """The part of ``make install`` (``requirements/PART.lock``) that has what an extra needs."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from antiphon.core.errors import ConfigError
+from antiphon.core.extras import install_remedy
 from antiphon.ray.schema import LLMConfig, PDServingArgs
 
 if TYPE_CHECKING:
@@ -36,6 +37,6 @@ def build_pd_openai_app(pd_config: dict[str, Any]) -> Application:
         if error.name is None or error.name.partition(".")[0] == "antiphon":
             raise
         raise ConfigError(
-            f"Ray Serve cannot be imported: there is no {error.name}", remedy="pip install 'antiphon[ray]'"
+            f"Ray Serve cannot be imported: there is no {error.name}", remedy=install_remedy("ray")
         ) from error
     return build(pd_config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from antiphon.config.hosts import WILDCARDS, is_loopback
 from antiphon.config.problems import Notice, Problem, SpecError
 from antiphon.config.resolve import Machine, this_machine
 from antiphon.config.router_spec import RouterSpec
-from antiphon.config.spec import POOLS, Pool
+from antiphon.config.spec import POOLS
+from antiphon.ray import inside
 from antiphon.ray.engine_replica import LEAVE_MARGIN_S, EngineReplica
 from antiphon.ray.ingress import Ingress
 from antiphon.ray.mapping import Mapped, mapped
@@ -32,6 +33,7 @@ from antiphon.ray.router_replica import RouterReplica
 from antiphon.ray.scaling import ReplicaSettings
 from antiphon.ray.schema import parse
 from antiphon.ray.serve_scaling import serve_autoscaling
+from antiphon.ray.versions import version_of
 
 INGRESS_ONGOING_MAX = 1_000_000
 """The router bounds what it takes (``router.connections_max``); Serve is not to refuse before it does."""
@@ -57,11 +59,21 @@ def build(pd_config: object) -> Application:
     notices += _checked(found)
     for notice in dict.fromkeys(notices):
         sys.stderr.write(f"antiphon: notice: {notice}\n")
-    settings = AppSettings(spec, found.pools, found.ingress, time.time())
-    router = _router(settings)
-    pools = [_pool(settings, pool, router) for pool in POOLS]
-    ingress: Application = _ingress(settings).bind(settings, router, *pools)
+    settings = AppSettings.of(spec, found.pools, time.time())
+    keep = _keeper(settings, found)
+    router: Application = keep(_router(settings)).bind(settings)
+    pools = [keep(_pool(settings, found.pools[pool])).bind(settings, pool, router) for pool in POOLS]
+    ingress: Application = keep(_ingress(found.ingress)).bind(settings, router, *pools)
     return ingress
+
+
+def _keeper(settings: AppSettings, found: Mapped) -> Callable[[Any], Any]:
+    """What each deployment is passed through. Where Serve builds the application from a file, replicas are kept by a
+    deploy that changes nothing of what they are given."""
+    if not inside.is_built_from_file():
+        return lambda deployment: deployment
+    version = version_of(settings, found.pools)
+    return lambda deployment: inside.with_version(deployment, version)
 
 
 def _machine() -> Machine:
@@ -109,9 +121,9 @@ def _open_engines(router: RouterSpec) -> Iterator[Notice]:
         yield Notice("antiphon.router.worker_api_key_file", text)
 
 
-def _router(settings: AppSettings) -> Application:
+def _router(settings: AppSettings) -> Any:
     stop_s = settings.spec.supervisor.stop_grace_s + STOP_MARGIN_S
-    deployment = serve.deployment(
+    return serve.deployment(
         name="router",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
@@ -121,15 +133,12 @@ def _router(settings: AppSettings) -> Application:
         graceful_shutdown_wait_loop_s=SHUTDOWN_LOOK_S,
         logging_config=NO_ACCESS_LOG,
     )(RouterReplica)
-    made: Application = deployment.bind(settings)
-    return made
 
 
-def _pool(settings: AppSettings, pool: Pool, router: Application) -> Application:
-    own = settings.pools[pool]
+def _pool(settings: AppSettings, own: ReplicaSettings) -> Any:
     stop_s = own.drain_timeout_s + LEAVE_MARGIN_S + settings.spec.supervisor.stop_grace_s + STOP_MARGIN_S
-    deployment = serve.deployment(
-        name=pool,
+    return serve.deployment(
+        name=own.role,
         ray_actor_options=_actor_options(own),
         max_ongoing_requests=CONTROL_ONGOING_MAX,
         health_check_period_s=own.health_interval_s,
@@ -139,12 +148,9 @@ def _pool(settings: AppSettings, pool: Pool, router: Application) -> Application
         logging_config=NO_ACCESS_LOG,
         **_number(own),
     )(EngineReplica)
-    made: Application = deployment.bind(settings, pool, router)
-    return made
 
 
-def _ingress(settings: AppSettings) -> Any:
-    own = settings.ingress
+def _ingress(own: ReplicaSettings) -> Any:
     return serve.deployment(
         name="ingress",
         ray_actor_options=_actor_options(own),

@@ -75,6 +75,7 @@ class Holder:
         self._watch: asyncio.Task[None] | None = None
         self._on_end: Callable[[str], None] | None = None
         self._is_guarded = False
+        self._stopping = asyncio.Lock()
         self._ports_free_timeout_s = options.ports_free_timeout_s
 
     @property
@@ -116,15 +117,20 @@ class Holder:
         self._watch = asyncio.create_task(self._wait_ended(), name=f"watch of {self.plan.name}")
 
     async def stop(self) -> None:
-        """SIGTERM, the grace period, SIGKILL to what is left of its session. Nothing happens when nothing runs."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
-        await self._child.stop()
-        if self._is_guarded:
-            self._is_guarded = False
-            await self._guard.stop()
+        """SIGTERM, the grace period, SIGKILL to what is left of its session. Nothing happens when nothing runs.
+
+        Who calls it while it is being stopped waits for that: a start that is cancelled stops it, and so does the
+        replica that cancels the start.
+        """
+        async with self._stopping:
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)
+                self._watch = None
+            await self._child.stop()
+            if self._is_guarded:
+                self._is_guarded = False
+                await self._guard.stop()
 
     async def _wait_ended(self) -> None:
         reason = await self._child.wait_ended()

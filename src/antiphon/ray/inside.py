@@ -19,6 +19,8 @@ log = logging.getLogger("ray.serve")
 ANY_ADDRESSES = ("[::]", "0.0.0.0", "[::0]")
 GRPC_SWITCHES = ("RAY_SERVE_USE_GRPC_BY_DEFAULT", "RAY_SERVE_PROXY_USE_GRPC", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
 """With any of them, Serve calls replicas over gRPC, at the address of their node."""
+BUILD_TASK = "build_serve_application"
+"""The task in which Serve builds an application of a file."""
 
 
 def node_address() -> str:
@@ -70,6 +72,33 @@ def keep_replica_near(*, is_published: bool) -> None:
 
     add_near.antiphon_address = address  # type: ignore[attr-defined]
     replica.add_port_to_grpc_server = add_near
+
+
+def is_built_from_file() -> bool:
+    """Whether Serve builds an application of a file (``serve deploy``) here, and not a program one of its own."""
+    return ray.is_initialized() and ray.get_runtime_context().get_task_name() == BUILD_TASK
+
+
+def with_version(deployment: Any, version: str) -> Any:
+    """``deployment``, of which Serve keeps the replicas that run while its ``version`` and its actors' options stay.
+
+    Serve itself takes every change of the arguments in a file for another version of all deployments, and replaces all
+    replicas. Here the version is set when Serve sets its own; a Ray that does so in another way replaces them all.
+    """
+    try:
+        config = deployment._deployment_config
+        kind: Any = type(config)
+        if "version" not in kind.model_fields:
+            raise AttributeError("version")
+
+        def set_field(self: Any, name: str, value: Any) -> None:
+            kind.__setattr__(self, name, version if name == "version" else value)
+
+        kept = type(kind.__name__, (kind,), {"__setattr__": set_field, "__module__": __name__})
+        object.__setattr__(config, "__class__", kept)
+    except (AttributeError, TypeError):
+        log.warning("antiphon: this version of Ray keeps versions elsewhere: a deploy replaces every engine")
+    return deployment
 
 
 def replica_identity() -> tuple[str, str]:

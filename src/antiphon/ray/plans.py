@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from antiphon.config.cache_servers import server_of
 from antiphon.config.compile import Compiled, compile_all
@@ -27,14 +27,32 @@ NAME_MAX = 32
 
 
 @dataclass(frozen=True)
+class LifeSettings:
+    """What one engine of a pool is told beside the spec."""
+
+    drain_timeout_s: float
+    """For its requests to end, when it leaves."""
+    files: tuple[str, ...] = ()
+    """As in :class:`ReplicaSettings`."""
+
+
+@dataclass(frozen=True)
 class AppSettings:
-    """What every replica of one application is given."""
+    """What every replica of one application is given: what it uses, and nothing of how many there are."""
 
     spec: Spec
-    pools: dict[Pool, ReplicaSettings]
-    ingress: ReplicaSettings
+    pools: dict[Pool, LifeSettings]
     built_s: float = 0.0
     """When it was built, by the wall clock: of two builds of one application the later one counts."""
+
+    @classmethod
+    def of(cls, spec: Spec, pools: Mapping[Pool, ReplicaSettings], built_s: float = 0.0) -> Self:
+        """Those of an application whose pools are ``pools``."""
+        one: dict[str, Any] = {each: spec.pool(each).model_copy(update={"replicas": 1}) for each in POOLS}
+        lives: dict[Pool, LifeSettings] = {
+            name: LifeSettings(own.drain_timeout_s, own.files) for name, own in pools.items()
+        }
+        return cls(spec.model_copy(update=one), lives, built_s)
 
     def named(self, app_name: str) -> AppSettings:
         """As they are in ``app_name``: what is named by the spec on a node is that application's own there."""

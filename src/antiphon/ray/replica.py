@@ -17,6 +17,8 @@ from antiphon.ray.holder import Holder
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
 HEALTH_TIMEOUT_S = 5.0
+TASKS_TIMEOUT_S = 10.0
+"""None of a replica's tasks waits for anything once it is cancelled."""
 
 
 async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
@@ -30,10 +32,12 @@ async def within(timeout_s: float, awaitable: Awaitable[T]) -> T:
 
 
 class Tasks:
-    """The tasks that a replica owns: cancelled and awaited at its end. One that fails is logged."""
+    """The tasks that a replica owns: cancelled and awaited at its end. One that fails is logged, and so is one that has
+    not ended in time, which is awaited no longer."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_timeout_s: float = TASKS_TIMEOUT_S) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stop_timeout_s = stop_timeout_s
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -44,7 +48,11 @@ class Tasks:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return
+        _, left = await asyncio.wait(tasks, timeout=self._stop_timeout_s)
+        for task in left:
+            log.error("antiphon: %s has not ended %g s after it was told to", task.get_name(), self._stop_timeout_s)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
