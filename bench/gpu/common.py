@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from processes import Failed, Process, get, say
+from processes import CAPTURE, Failed, Process, get, say
 
 REQUEST_TIMEOUT_S = 180.0
 REGISTER_TIMEOUT_S = 90.0
@@ -73,7 +73,7 @@ def wait_stored(cache: Process, at_least: int, quiet_s: float = 1.0) -> int:
 def wait_registered(report: Report, *engines: Process) -> float:
     """Until the drivers of engines that are ready know all of the arena, before which loads and stores are slower.
 
-    Notes the seconds waited, and misses where it does not come about.
+    Notes the seconds waited, and misses where it does not come about, or where CUDA graphs met an error.
     """
     began_s = time.monotonic()
     while not all(engine.is_registered() for engine in engines) and time.monotonic() - began_s < REGISTER_TIMEOUT_S:
@@ -82,7 +82,14 @@ def wait_registered(report: Report, *engines: Process) -> float:
         time.sleep(0.1)
     waited_s, is_met = time.monotonic() - began_s, all(engine.is_registered() for engine in engines)
     report.note("waited until the arena was registered, s", waited_s, f"{waited_s:.0f} s", is_met=is_met)
+    errors = [line for engine in engines for line in capture_errors(engine)]
+    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
     return waited_s
+
+
+def capture_errors(engine: Process) -> list[str]:
+    """Lines of its log that tell of an error of a stream that is capturing."""
+    return [line for line in engine.log.read_text(errors="replace").splitlines() if CAPTURE.search(line)]
 
 
 def reset(port: int, query: str = "", timeout_s: float = 20.0) -> None:

@@ -26,6 +26,7 @@ from common import (
     ask,
     ask_top,
     at_once,
+    capture_errors,
     device_hits,
     external_hits,
     num_stored,
@@ -65,6 +66,8 @@ def run(stack: Stack, report: Report) -> None:
     log = engine.log.read_text(errors="replace")
     bad = [line for line in log.splitlines() if "antiphon" in line.lower() and ("ERROR" in line or "WARNING" in line)]
     report.note("errors and warnings of the connector", bad[:40], str(len(bad)))
+    errors = capture_errors(engine)
+    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
 
 
 def measure(report: Report, cache: Process, engine: Process) -> None:

@@ -51,7 +51,7 @@ def measure(report: Report, cache: Process, port: int) -> None:
     leave = threading.Event()
     answers: list[Answer] = []
     running = [stream_body(prompt(RUNNING_TOKENS, 7_500 + seed), RUNNING_NEW_TOKENS) for seed in range(RUNNING)]
-    threads = [threading.Thread(target=_run, args=(port, body, leave, answers), daemon=True) for body in running]
+    threads = [threading.Thread(target=run_request, args=(port, body, leave, answers), daemon=True) for body in running]
     for thread in threads:
         thread.start()
     try:
@@ -83,7 +83,8 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return began_s, time.perf_counter()
 
 
-def _run(port: int, body: bytes, leave: threading.Event, answers: list[Answer]) -> None:
+def run_request(port: int, body: bytes, leave: threading.Event, answers: list[Answer]) -> None:
+    """One that runs until it is told to leave; in ``answers`` if it ended well."""
     try:
         answers.append(send(port, body, leave))
     except (OSError, Failed):

@@ -32,13 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import guard
+import memory
 
 START_TIMEOUT_S = 300.0
 TERM_S, KILL_S = 10.0, 5.0
 """How long processes have to end after SIGTERM, all together, and after SIGKILL."""
 PORT_FREE_S = 5.0
 FATAL = re.compile(r"Engine core initialization failed|EngineCore encountered a fatal error|EngineDeadError")
-REGISTERED = re.compile(r"MB of the arena are registered, (\d+) MB are refused for good")
+REGISTERED = re.compile(r"MB of the arena are registered, (\d+) MB are refused for good(?:; copies waited for (\d+))?")
+CAPTURE = re.compile(r"CUDA error 90[0-9]\b|cudaErrorStreamCapture|operation .{0,60}captur", re.IGNORECASE)
+"""Errors of a stream that is capturing, and of what is not allowed meanwhile."""
 PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -129,12 +132,14 @@ class Paths:
         source: folder with Antiphon's source, in front of an installed one; None for the installed one.
         model: folder with ``config.json`` and a tokenizer.
         out: logs and figures.
+        memory_grows: the machine has more memory than it says, and gets it as it is used.
     """
 
     site: Path | None
     source: Path | None
     model: Path
     out: Path
+    memory_grows: bool = False
 
     def environment(self) -> dict[str, str]:
         """For processes."""
@@ -177,7 +182,12 @@ class Process:
     def is_registered(self, num_workers: int = 1) -> bool:
         """Of an engine: whether its driver knows all of the arena."""
         found = REGISTERED.findall(self.log.read_text(errors="replace"))
-        return len(found) >= num_workers and not any(int(refused) for refused in found)
+        return len(found) >= num_workers and not any(int(refused) for refused, _ in found)
+
+    def num_waited(self) -> int:
+        """Of an engine: pieces of the arena that copies waited for, as its log says when all are registered."""
+        found = REGISTERED.findall(self.log.read_text(errors="replace"))
+        return sum(int(waited or 0) for _, waited in found)
 
     def cpu_s(self) -> float:
         """Seconds of processor time that it has used, without its children."""
@@ -197,9 +207,9 @@ def end_all(processes: Sequence[Process]) -> None:
         until_s = time.monotonic() + wait_s
         while True:
             left = guard.members(sessions)
-            for process in processes:
-                process.child.poll()  # after the look: a child that has ended by then is reaped
-            if not left:
+            # After the look. One that ends is no member from its main thread's end on, and reaped after the last one's.
+            unreaped = [process.name for process in processes if process.child.poll() is None]
+            if not left and not unreaped:
                 return
             if time.monotonic() > until_s:
                 break
@@ -283,8 +293,14 @@ class Stack:
             self._guard.stdin.write("".join(f"{line}\n" for line in lines).encode())
             self._guard.stdin.flush()
 
+    def make_room(self, size_gb: float) -> None:
+        """Brings a machine whose memory grows to have so much free."""
+        if self.paths.memory_grows:
+            memory.make_room(int(size_gb * 1e9))
+
     def cache_server(self, port: int, size_gb: float) -> Process:
         """A cache server; its page is one port above."""
+        self.make_room(size_gb)
         self._runtime = self._runtime or self.folder("gpu")
         argv = ("antiphon", "cache-server", "--port", str(port), "--http-port", str(port + 1))
         more = ("--l1-size-gb", f"{size_gb:g}", "--instance-id", f"gpu-{port}", "--runtime-dir", str(self._runtime))

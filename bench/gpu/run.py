@@ -2,9 +2,9 @@
 
     python3 bench/gpu/run.py POINT --site SITE --model PACK/model-8b --out OUT
 
-POINT: rates, correct, ttft, store_cost, speed (the last two on one start), pd, pair (all that needs two engines, on one
-start; a JSON file for each part) or slabs. Each takes at most 8 minutes, start included, and so does one part of pair;
-several parts of pair take 12.
+POINT: rates, correct, ttft, store_cost, speed (the last two on one start), start, pd, pair (all that needs two engines,
+on one start; a JSON file for each part) or slabs. Each takes at most 8 minutes, start included, and so does one part of
+pair; several parts of pair take 12.
 Exits 1 where something failed or a limit was missed, 2 where it cannot begin. See docs/gpu.md.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from common import Report
 from processes import Failed, OutOfTime, Paths, Stack, machine, say, stop_at
 
-POINTS = ("rates", "correct", "ttft", "store_cost", "speed", "pd", "pair", "slabs")
+POINTS = ("rates", "correct", "ttft", "store_cost", "speed", "start", "pd", "pair", "slabs")
 PARTS = ("pd", "load", "flood", "restart")
 TIME_LIMIT_S, PAIR_TIME_LIMIT_S = 480, 720
 
@@ -30,7 +31,7 @@ def main() -> int:
     """Runs one point. Returns the exit status."""
     given = arguments(sys.argv[1:])
     given.out.mkdir(parents=True, exist_ok=True)
-    paths = Paths(given.site, given.source, given.model, given.out)
+    paths = Paths(given.site, given.source, given.model, given.out, given.memory_grows)
     os.environ.update({name: value for name, value in paths.environment().items() if name.startswith(("VLLM", "HF_"))})
     report = Report("pair-start" if given.point == "pair" else given.point, given.out)
     failure: str | None = None
@@ -64,6 +65,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--time-limit-s", type=int, help=f"{TIME_LIMIT_S}; for pair with several parts {PAIR_TIME_LIMIT_S}"
     )
+    parser.add_argument(
+        "--memory-grows",
+        action="store_true",
+        help="the machine has more memory than it says, and gets it as it is used",
+    )
     parser.add_argument("--parts", help=f"of pair: {','.join(PARTS)} or some of them; they run in this order")
     given = parser.parse_args(argv)
     given.parts = _parts(parser, given)
@@ -82,6 +88,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for package in ("vllm", "antiphon", "torch"):
         if importlib.util.find_spec(package) is None:
             parser.error(f"there is no {package} here: give --site and --source, or install it")
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if given.point != "rates" and not any(plugin.value.startswith("antiphon.") for plugin in plugins):
+        parser.error("Antiphon is not installed here or in --site: vLLM finds its plug-in by that, not in --source")
     if given.out.exists() and not given.out.is_dir():
         parser.error(f"--out {given.out}: it is no folder")
     _check_model(parser, given)

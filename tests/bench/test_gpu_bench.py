@@ -24,10 +24,14 @@ import numpy
 import pytest
 
 from antiphon.client import CacheClient, ClientOptions
+from antiphon.connector import cuda_pinning
+from antiphon.connector.cuda_layout import Span
 from antiphon.core.chunks import ChunkChain
 from antiphon.core.chunks_layout import ChunkLayout
 from antiphon.core.tenants import tenant_of
 from antiphon.protocol import cache as calls
+from antiphon.storage.arena import ArenaOwner
+from tests.connector.fake_cuda import FakePinDriver
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench" / "gpu"
@@ -338,6 +342,92 @@ def test_the_arena_is_read_and_spoiled_where_it_lies(tmp_path: Path) -> None:
             client.close()
 
 
+# ---- what engines log ------------------------------------------------------------------------------------------------
+
+
+def logged(tmp_path: Path, text: str) -> Any:
+    """A process with that log."""
+    path = tmp_path / "engine.log"
+    path.write_text(text)
+    return load("processes").Process("engine", 1, None, path)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_the_end_of_registering_is_seen_in_what_the_connector_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_refused: bool
+) -> None:
+    monkeypatch.setattr(cuda_pinning, "PAUSE_MIN_S", 0.001)
+    monkeypatch.setattr(cuda_pinning, "RETRY_S", 0.001)
+    caplog.set_level("INFO", "antiphon.connector")
+    owner = ArenaOwner.create(4 << 20, "fake", "1")
+    owner.populate(0, 2 << 20)
+    driver = FakePinDriver()
+    last = owner.mapping.address + (3 << 20)
+    driver.refuses = lambda address: is_refused and address == last
+    pinning = cuda_pinning.Pinning(driver, 1 << 20)
+    pinning.add(owner.mapping)
+    pinning.prepare([Span(0, owner.mapping.address, 2 << 20)])
+    pinning.begin()
+    assert not logged(tmp_path, caplog.text).is_registered()
+    owner.populate(2 << 20, 2 << 20)
+    wait_until(lambda: "are registered" in caplog.text)
+    engine = logged(tmp_path, caplog.text)
+    assert engine.is_registered() is not is_refused
+    assert not engine.is_registered(num_workers=2)
+    assert engine.num_waited() == 2
+    owner.close()
+
+
+def test_errors_of_a_capture_are_seen(tmp_path: Path) -> None:
+    good = "Capturing CUDA graphs (FULL): 51/51\nGraph capturing finished in 6 secs\n'cudagraph_capture_sizes': [1]\n"
+    bad = [
+        "does not register memory of the arena, copies there are slow: CUDA error 900",
+        "torch.AcceleratorError: CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+        "cudaErrorStreamCaptureInvalidated",
+    ]
+    engine = logged(tmp_path, good + "\n".join(bad) + "\nCUDA error 2\n")
+    assert load("common").capture_errors(engine) == bad
+
+
+def test_lines_of_a_log_have_their_times(tmp_path: Path) -> None:
+    start = load("start")
+    engine = logged(tmp_path, "INFO Model loading took 13.8 GiB\n")
+    marks = start.Marks(engine)
+    try:
+        assert marks.came["loaded"].wait(DEADLINE_S)
+        with engine.log.open("a") as log:
+            for text in ("INFO KV lay", "out: cuda\nINFO KV reuse is on, gate passed\n"):  # a line comes in parts
+                log.write(text)
+                log.flush()
+                wait_until(lambda: marks.looked_at(engine.log.stat().st_size))
+        assert marks.came["gate passed"].wait(DEADLINE_S)
+    finally:
+        marks.close()
+    assert marks.at_s["loaded"] < marks.at_s["gate begins"] <= marks.at_s["gate passed"]
+    assert not marks.came["registered"].is_set()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_taken_until_it_would_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that grows: what is free comes back after each piece."""
+    memory = load("memory")
+    monkeypatch.setattr(memory, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda: memory.LOW_BYTES + (2 << 20))
+    wanted = memory.LOW_BYTES - memory.MARGIN_BYTES + (7 << 20)
+    assert memory.fill(wanted) == 5 << 20
+    assert memory.fill(wanted - (5 << 20)) == 0
+
+
+def test_a_machine_that_does_not_grow_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = load("memory")
+    monkeypatch.setattr(memory, "GROW_S", 0.0)
+    monkeypatch.setattr(memory, "free_bytes", lambda: memory.LOW_BYTES)
+    assert memory.fill(1 << 40) == 0
+
+
 # ---- points ----------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +473,9 @@ def machine(tmp_path: Path) -> list[str]:
         (tmp_path / package / "__init__.py").touch()
     (tmp_path / "model" / "config.json").write_text((BENCH / "model-8b.json").read_text())
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "site" / "antiphon-1.dist-info").mkdir()
+    plugin = "[vllm.general_plugins]\nantiphon = antiphon.connector.plugin:install\n"
+    (tmp_path / "site" / "antiphon-1.dist-info" / "entry_points.txt").write_text(plugin)
     folders = {"--site": "site", "--source": "src", "--model": "model", "--out": "out"}
     return [text for name, folder in folders.items() for text in (name, str(tmp_path / folder))]
 
@@ -418,6 +511,19 @@ def test_arguments_that_are_wrong(
         load("run").arguments([point, *machine, *more])
     assert ended.value.code == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plug_in_that_vllm_would_not_find_is_told_at_once(
+    machine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines would start, and be without reuse and its log."""
+    (tmp_path / "site" / "antiphon-1.dist-info" / "entry_points.txt").unlink()
+    monkeypatch.setattr(sys, "path", [str(BENCH), str(tmp_path)])
+    run = load("run")
+    assert run.arguments(["rates", *machine]).point == "rates"
+    with pytest.raises(SystemExit):
+        run.arguments(["speed", *machine])
+    assert "finds its plug-in" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_asked_for_where_engines_start(

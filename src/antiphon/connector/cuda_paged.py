@@ -78,12 +78,11 @@ class PagedKv:
             target.copy_(torch.frombuffer(bytearray(data), dtype=torch.int64).view(target.shape))
 
     def expected_slab(self, blocks: Sequence[int]) -> bytes:
-        """The bytes of a chunk of these tensor blocks, head by head, by indexing one token after the other."""
+        """The bytes of a chunk of these tensor blocks, by indexing: head by head, layer by layer."""
         parts = []
         on_cpu = [layer[list(blocks)].cpu() for layer in self.layers]
         for head in range(self.layout.num_heads):
-            for layer in on_cpu:
-                parts += [layer[place, head].contiguous().numpy().tobytes() for place in range(len(blocks))]
+            parts += [layer[:, head].contiguous().numpy().tobytes() for layer in on_cpu]
         return b"".join(parts)
 
 

@@ -95,6 +95,7 @@ class PinnedArena:
         self._is_ending = self._is_broken = False
         self._next = 0  # all before it were tried
         self._tries = [0] * len(self._states)
+        self._num_urgent = 0  # pieces that copies waited for
         self._again_s: dict[int, float] = {}  # when refused pieces are tried again
         self._ended_s = self._resume_s = -math.inf  # when the last piece was done, and the pause after it ends
         self._thread = threading.Thread(target=self._run, name="antiphon-pin", daemon=True)
@@ -170,7 +171,8 @@ class PinnedArena:
                 self._changed.notify_all()
             if _State.UNKNOWN not in self._states and not self._again_s:
                 sizes = [self._num_bytes_in(state) // 10**6 for state in (_State.PINNED, _State.REFUSED)]
-                log.info("%d MB of the arena are registered, %d MB are refused for good", *sizes)
+                message = "%d MB of the arena are registered, %d MB are refused for good; copies waited for %d pieces"
+                log.info(message, *sizes, self._num_urgent)
 
     def _tried(self, piece: int, error: str | None, now_s: float) -> None:
         self._again_s.pop(piece, None)
@@ -192,6 +194,7 @@ class PinnedArena:
                 now_s = time.monotonic()
                 if self._wanted:
                     if now_s >= self._ended_s + URGENT_PAUSE_S:
+                        self._num_urgent += 1
                         return self._wanted[0]
                     self._changed.wait(self._ended_s + URGENT_PAUSE_S - now_s)
                     continue
