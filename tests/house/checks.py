@@ -214,9 +214,17 @@ def _names(node: ast.expr) -> list[str]:
 
 
 def cancels_are_heard(tree: SourceTree, house: House) -> Iterator[Finding]:
-    """No ``asyncio.wait_for``: in Python 3.11 it loses a cancel that comes when what it waits for has just ended."""
+    """No ``asyncio.wait_for``: in Python 3.11 it loses a cancel that comes when what it waits for has just ended.
+
+    And no ``suppress(CancelledError)``: it takes the cancel of who waits for that of what is waited for.
+    """
     for file in tree.files:
         for call, name in file.calls():
+            if name.rpartition(".")[2] == "suppress" and any(
+                each.endswith("CancelledError") for argument in call.args for each in _names(argument)
+            ):
+                message = "suppress(CancelledError): it may be the own cancel; use asyncio.wait"
+                yield Finding(file.path, call.lineno, message)
             if name == "asyncio.wait_for":
                 message = "asyncio.wait_for: it may lose a cancel; use asyncio.timeout"
                 yield Finding(file.path, call.lineno, message)

@@ -133,6 +133,7 @@ VIOLATIONS: list[tuple[Check, str, str]] = [
     (checks.faults_are_named, "core/a.py", "try:\n    f()\n# supervised: the line above\nexcept Exception:\n    pass"),
     (checks.faults_are_named, "core/a.py", "import contextlib\nwith contextlib.suppress(Exception):\n    f()"),
     (checks.cancels_are_heard, "core/a.py", "import asyncio\nasync def f(x):\n    await asyncio.wait_for(x, 1)"),
+    (checks.cancels_are_heard, "core/a.py", "async def f(x):\n  with suppress(asyncio.CancelledError):\n    await x"),
     (checks.nothing_prints, "router/a.py", "print('x')"),
     (checks.asserts_can_fail, "core/a.py", "assert True"),
     (checks.asserts_can_fail, "core/a.py", "assert 1, 'one'"),

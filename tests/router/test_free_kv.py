@@ -5,6 +5,7 @@ Out of scope: what admission makes of it (tests/routing/test_admission.py).
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from pathlib import Path
 
@@ -156,6 +157,30 @@ async def test_what_an_earlier_life_said_does_not_count() -> None:
         assert len(d.seen) == 1
         assert told.free == {}
         await free_kv.stop()
+
+
+@pytest.mark.interpreted  # compiled classes take only what is theirs
+async def test_an_end_that_comes_with_a_bug_is_an_end() -> None:
+    """A group of tasks raises what failed in it, and not the cancel that came meanwhile."""
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    class Failing(FreeKv):
+        async def _ask(self, endpoint: object) -> None:
+            begun.set()
+            await gate.wait()
+            raise RuntimeError("bug")
+
+    async with engine(prefills) as p, engine(prefills) as d, routing([p], [d]) as router:
+        for endpoint in endpoints(router):
+            take_for_ready(router, endpoint)
+        free_kv = Failing(router.fleet, Told(), TOKEN_BYTES, [], FreeKvOptions(asked_max=1))
+        free_kv.start()
+        await begun.wait()
+        gate.set()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await free_kv.stop()
+        assert free_kv._task is None or free_kv._task.done()
 
 
 async def test_it_asks_only_where_admission_is_on() -> None:

@@ -145,3 +145,15 @@ async def test_log_folder_that_cannot_be_written_is_a_start_error(tmp_path: Path
     with pytest.raises(StartError, match="cannot be written") as caught:
         await Guard("played", tmp_path / "file" / "watchdog.log", print).start()
     assert caught.value.field == "supervisor.log_dir"
+
+
+async def test_a_watchdog_that_stands_still_is_killed_in_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "STOP_TIMEOUT_S", 0.2)
+    await bench.guard.start()
+    pid = bench.guard.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await bench.guard.stop()
+    assert procfs.start_ticks_of(pid) is None
+    assert bench.guard.pid is None
+    assert bench.notices == ["the watchdog did not end within 0.2 s, and is killed"]

@@ -14,7 +14,6 @@ Always true:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import time
@@ -30,6 +29,7 @@ from antiphon.observe.trace_context import parse_traceparent
 from antiphon.observe.tracing import Span, Tracing
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Answerer
+from antiphon.transport.loop import ended
 from antiphon.transport.peer_tcp import PeerListener, PeerStream
 
 log = logging.getLogger("antiphon.coordinator")
@@ -206,5 +206,4 @@ class Coordinator:
         await self._listener.close()
         if self._expiring is not None:
             self._expiring.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._expiring
+            await ended([self._expiring])

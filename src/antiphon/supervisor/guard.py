@@ -30,6 +30,8 @@ RETRY_FIRST_S = 1.0
 RETRY_MAX_S = 60.0
 """Longest wait between two attempts to replace a watchdog; one that lived longer begins again without a wait."""
 KILLED_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = watchdog.TERM_GRACE_S + watchdog.KILL_DEADLINE_S + 5.0
+"""For a watchdog that has to end what is listed."""
 """A process in an uninterruptible wait can outlive SIGKILL; it runs no code of its own any more."""
 
 
@@ -61,15 +63,22 @@ class Guard:
         self._watch = asyncio.create_task(self._replace_when_dead(), name="antiphon-guard")
 
     async def stop(self) -> None:
-        """Close the pipe: the watchdog ends what is still listed, then itself. Waits for it."""
+        """Close the pipe: the watchdog ends what is still listed, then itself. Waits for it, and kills one that does
+        not end in time."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
             self._watch = None
-        if self._process is not None:
+        process = self._process
+        if process is not None:
             self._close_pipe()
-            await _ended(self._process)
-            self._process = None
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await _ended(process)
+                self._process = None
+            except TimeoutError:
+                self._on_notice(f"the watchdog did not end within {STOP_TIMEOUT_S:g} s, and is killed")
+                await self._discard(process)
 
     def add(self, session: Session) -> None:
         """List a session. Returns when the kernel has the message, so that it survives the supervisor."""

@@ -28,6 +28,7 @@ from antiphon.core.quiet_log import QuietLog
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cache import LENGTH_BYTES, frame_length
 from antiphon.protocol.cluster_proof import Answerer, Asker
+from antiphon.transport.loop import ended
 
 __all__ = ["PeerListener", "PeerSocket", "PeerStream"]
 
@@ -280,8 +281,9 @@ class PeerStream:
         except TimeoutError:
             raise PeerTimeout("the other side gave no proof in time") from None
         except AntiphonError as error:
-            with contextlib.suppress(AntiphonError):
-                await self.send(2 if answerer.hello else 1, wire.failure_of(error))
+            with contextlib.suppress(AntiphonError, TimeoutError):
+                async with asyncio.timeout(PROOF_TIMEOUT_S):
+                    await self.send(2 if answerer.hello else 1, wire.failure_of(error))
             raise
         assert answerer.hello is not None
         return answerer.hello
@@ -391,6 +393,4 @@ class PeerListener:
         tasks = [task for task in (self._accepting, *self._tasks) if task is not None]
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await ended(tasks)

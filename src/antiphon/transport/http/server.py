@@ -152,10 +152,12 @@ class HttpServer:
     async def _wait(self, event: asyncio.Event, timeout_s: float) -> None:
         """Wait for ``event``, at most ``timeout_s``, and no longer than until :meth:`hurry`."""
         waits = [asyncio.create_task(event.wait()), asyncio.create_task(self._hurry.wait())]
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _cut(self) -> int:
         """Cancel the handlers that still run, and wait until they have said so; returns how many there were."""
