@@ -277,6 +277,38 @@ def test_an_account_with_a_wish_is_not_forgotten_for_those_of_other_peers(
     assert world.account.is_idle
 
 
+@pytest.mark.parametrize("end", ["a call failed", "another call of the peer failed", "the peer hung up", "given back"])
+def test_a_loan_is_held_until_its_connection_has_ended(world: World, end: str) -> None:
+    loan, other = (world.wish(number).result(5.0) for number in (3, 4))
+    assert world.loans.is_held(HOLDER, loan)
+    if end == "a call failed":
+        world.links.answer = lambda lend: Links()  # which is no answer
+        with pytest.raises(ProtocolError):
+            world.wish(5).result(5.0)
+    elif end == "another call of the peer failed":
+        world.loans.failed(HOLDER, PeerTimeout("a read"))
+    elif end == "the peer hung up":
+        world.links.taken[0].has_hung_up = True
+    else:
+        world.loans.give_back(HOLDER, loan)
+    assert not world.loans.is_held(HOLDER, loan)
+    assert world.loans.is_held(HOLDER, other) == (end == "given back")
+    world.links.answer = lent_of
+    assert world.loans.is_held(HOLDER, world.wish(6).result(5.0)), "one of a connection that lives"
+    assert not world.loans.is_held(HOLDER, loan), "the next connection has not that loan"
+
+
+def test_whether_a_loan_is_held_is_told_after_the_call_under_way(world: World) -> None:
+    loan = world.wish(3).result(5.0)
+    world.wish_while_busy(4)
+    asking = world.pool.submit(world.loans.is_held, HOLDER, loan)
+    wait([asking], timeout=0.05)
+    assert not asking.done(), "the call may say that the connection has ended"
+    world.links.answer = lambda lend: Links()
+    world.links.may_answer.set()
+    assert asking.result(5.0) is False
+
+
 # ---- the side that lends ---------------------------------------------------------------------------------------------
 
 

@@ -11,10 +11,22 @@ import pytest
 
 from antiphon.cache.events import ConnectionId
 from antiphon.cache.lending import Shelf, Wanted
+from antiphon.cache_server import peer_pull
 from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import FIRST_BORROWER, Lender
 from antiphon.cache_server.peer_membership import Membership
-from antiphon.cache_server.peer_pull import GiveBack, LendFrom, NoTime, ReadFrom, Verify, Whereabouts, pull
+from antiphon.cache_server.peer_pull import (
+    SLOW_MAX,
+    GiveBack,
+    LendFrom,
+    LoanEnded,
+    NoTime,
+    ReadFrom,
+    TooSlow,
+    Verify,
+    Whereabouts,
+    pull,
+)
 from antiphon.cache_server.peer_serving import PeerSelf
 from antiphon.core.errors import LeaseUnknown, PeerTimeout, PeerUnavailable
 from antiphon.core.namespace import NamespaceDigest
@@ -171,6 +183,108 @@ def test_a_peer_that_was_to_be_tried_out_and_was_not_asked_is_tried_out_later() 
     driver.scripts["LendFrom"] = lambda action: LOAN
     assert driver.pull()
     assert driver.where.counts["breakers_opened"] == 1
+
+
+def test_bytes_whose_loan_ended_while_they_came_are_no_wrong_bytes_of_the_holder() -> None:
+    driver = Driver()
+    driver.scripts["Verify"] = lambda action: True if driver.said[-2] == "ReadFrom two" else LoanEnded()
+    assert driver.pull(), "the other holder was not asked"
+    assert driver.said[3:5] == ["GiveBack one", "LendFrom two"]
+    assert driver.where.counts == {"failed": 1, "breakers_opened": 1, "pulled": 1}
+    assert "connection of a loan ended" in str(driver.where.breakers()["one (i)"]["reason"])
+    assert driver.where.is_known(KEY, driver.now_s), "the holder may still have the chunk"
+
+
+def slow_driver() -> Driver:
+    """A driver with one holder, whose breaker is open since it was slow."""
+    driver = Driver()
+    driver.where.located(KEY, [ONE], driver.now_s)
+    driver.scripts["ReadFrom"] = lambda action: TooSlow()
+    for number in range(SLOW_MAX):
+        assert driver.where.breakers() == {}, number
+        assert not driver.pull()
+        assert driver.said == ["LendFrom one", "ReadFrom one", "GiveBack one"]
+    assert list(driver.where.breakers()) == ["one (i)"]
+    assert driver.where.counts == {"late": SLOW_MAX, "breakers_opened": 1}
+    return driver
+
+
+def test_a_peer_that_is_slow_again_and_again_is_closed_out_until_bytes_come_in_time() -> None:
+    driver = slow_driver()
+    assert not driver.pull()
+    assert driver.said == []
+    driver.now_s += 0.6
+    seen = []
+
+    def read(action: object) -> TooSlow:
+        seen.append(driver.where.usable(KEY, driver.now_s))
+        return TooSlow()
+
+    driver.scripts["ReadFrom"] = read
+    assert not driver.pull()
+    assert seen == [[]], "its loan alone has let others in"
+    driver.now_s += 0.6
+    assert driver.where.usable(KEY, driver.now_s) == [], "the wait has doubled"
+    driver.now_s += 5.0
+    driver.scripts["ReadFrom"] = lambda action: None
+    assert driver.pull()
+    assert driver.where.breakers() == {}
+    driver.scripts["ReadFrom"] = lambda action: TooSlow()
+    assert not driver.pull()
+    assert driver.where.breakers() == {}, "it is counted anew"
+
+
+@pytest.mark.parametrize(
+    ("step", "ended"),
+    [
+        ("ReadFrom", NoTime()),
+        ("ReadFrom", TooSlow()),
+        ("ReadFrom", PeerTimeout("hung")),
+        ("LendFrom", NoTime()),
+        ("LendFrom", PeerTimeout("hung")),
+        ("Verify", False),
+        ("Verify", LoanEnded()),
+    ],
+)
+def test_a_peer_that_was_slow_is_tried_out_again_however_a_trial_ends(step: str, ended: object) -> None:
+    driver = slow_driver()
+    driver.now_s += 5.0
+    driver.scripts |= {"ReadFrom": lambda action: None, step: lambda action: ended}
+    assert not driver.pull()
+    assert driver.where.usable(KEY, driver.now_s) == [], "it has shown nothing"
+    driver.now_s += 5.0
+    driver.where.located(KEY, [ONE], driver.now_s)
+    driver.scripts |= {"ReadFrom": lambda action: None, "LendFrom": lambda action: LOAN, "Verify": lambda action: True}
+    assert driver.pull()
+
+
+def test_a_pull_given_up_while_it_tries_out_a_slow_peer_closes_it_out_for_a_while_only() -> None:
+    driver = slow_driver()
+    driver.now_s += 5.0
+    pulling = pull(driver.where, KEY, WISH, lambda: driver.now_s)
+    pulling.send(None)
+    assert isinstance(pulling.send(LOAN), ReadFrom)
+    pulling.close()
+    assert driver.where.usable(KEY, driver.now_s) == []
+    assert driver.where.usable(KEY, driver.now_s + 5.0) == [ONE]
+
+
+def test_reads_that_are_slow_now_and_then_close_nobody_out() -> None:
+    driver = Driver()
+    for number in range(4 * SLOW_MAX):
+        ended = None if number % SLOW_MAX == 0 else TooSlow()
+        driver.scripts["ReadFrom"] = lambda action, ended=ended: ended
+        driver.pull()
+    assert driver.where.breakers() == {}
+    assert driver.where.counts["late"] == 4 * (SLOW_MAX - 1)
+
+
+def test_those_who_were_slow_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_pull, "PEERS_MAX", 3)
+    where = Whereabouts()
+    for number in range(9):
+        where.slow(Holder(f"peer {number}", "i", "host:1"), 0.0)
+    assert len(where._num_slow) == 3
 
 
 class Questions:

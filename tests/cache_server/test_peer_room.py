@@ -143,11 +143,136 @@ def test_a_peer_that_hangs_after_a_while_is_given_up_after_silence(room: ReadRoo
 def test_a_peer_that_gets_on_for_ever_is_given_up_as_late_and_not_as_hung(room: ReadRoom, clock: Clock) -> None:
     began_s = clock.now_s
     with room.reading(LIFE, CHUNK, MIB, began_s + 3.0) as turn:
-        while clock.now_s < turn.deadline_s():
-            turn.came(10)
-            clock.now_s += 0.1
+        trickle(clock, turn)
         assert not turn.is_hung
     assert clock.now_s - began_s <= SILENT_S + BYTES_MAX / BYTES_PER_S + 0.1
+
+
+def trickle(clock: Clock, turn: ReadTurn) -> None:
+    """Signs and hardly any bytes, until it is given up."""
+    while clock.now_s < turn.deadline_s():
+        turn.came(10)
+        clock.now_s += 0.1
+
+
+@pytest.mark.parametrize("num_bytes", [CHUNK, 32 * MIB, BYTES_MAX, 2 * BYTES_MAX])
+def test_a_peer_that_has_the_link_for_itself_and_is_late_is_slow(room: ReadRoom, clock: Clock, num_bytes: int) -> None:
+    with room.reading(LIFE, num_bytes, MIB, clock.now_s + 9.0) as turn:
+        assert not turn.is_slow
+        trickle(clock, turn)
+        assert turn.is_slow
+        assert not turn.is_hung
+    room.validate()
+
+
+def test_all_reads_of_a_peer_that_trickles_are_slow(room: ReadRoom, clock: Clock) -> None:
+    with ExitStack() as stack:
+        turns = [stack.enter_context(room.reading(LIFE, 8 * MIB, MIB, clock.now_s + 3.0)) for _ in range(16)]
+        trickle(clock, turns[0])
+        assert [turn.is_slow for turn in turns] == [True] * 16
+
+
+def test_a_read_that_ends_before_its_time_says_nothing_of_the_peer(room: ReadRoom, clock: Clock) -> None:
+    with room.reading(LIFE, 64 * MIB, MIB, clock.now_s + 1.0) as turn:
+        trickle(clock, turn)
+        assert not turn.is_slow
+
+
+def test_a_small_chunk_that_trickles_beside_a_peer_that_is_quick_is_the_peers_doing(
+    room: ReadRoom, clock: Clock
+) -> None:
+    end_s = clock.now_s + 3.0
+    with room.reading(LIFE, CHUNK, MIB, end_s) as turn, room.reading(OTHER, MIB, MIB, end_s):
+        while clock.now_s < turn.deadline_s():
+            with room.reading(OTHER, 64 * MIB, MIB, end_s) as quick:
+                quick.came(64 * MIB)
+            turn.came(10)
+            clock.now_s += 0.1
+        assert turn.is_slow
+
+
+@pytest.mark.parametrize("rate", [1e6, 12e6, 50e6, 100e6])
+def test_a_slow_link_that_others_have_too_is_not_the_doing_of_a_peer(room: ReadRoom, clock: Clock, rate: float) -> None:
+    end_s = clock.now_s + 3.0
+    with room.reading(LIFE, 32 * MIB, MIB, end_s) as turn, room.reading(OTHER, 96 * MIB, MIB, end_s) as other:
+        while clock.now_s < turn.deadline_s():
+            clock.now_s += 0.1
+            other.came(int(rate * 0.075))
+            turn.came(int(rate * 0.025))
+        assert not turn.is_slow
+        assert not other.is_slow
+
+
+def test_a_peer_is_not_slow_for_what_came_before_its_bytes_over_a_link(room: ReadRoom, clock: Clock) -> None:
+    """Which serves what was asked for first."""
+    end_s = clock.now_s + 3.0
+    num_before = BYTES_MAX - MIB
+    with room.reading(OTHER, num_before, MIB, end_s) as other, room.reading(LIFE, MIB, MIB, end_s) as turn:
+        other.came(num_before)
+        assert not turn.is_slow
+
+
+def test_what_was_given_up_is_not_waited_for(room: ReadRoom, clock: Clock) -> None:
+    end_s = clock.now_s + 9.0
+    with room.reading(LIFE, MIB, MIB, end_s):
+        with room.reading(LIFE, 100 * MIB, MIB, end_s) as turn:
+            turn.came(MIB)
+        with room.reading(LIFE, CHUNK, MIB, end_s) as turn:
+            clock.now_s += SILENT_S + (CHUNK + MIB) / BYTES_PER_S - 0.01
+            assert not turn.is_slow
+            clock.now_s += 0.02
+            assert turn.is_slow
+
+
+def test_a_peer_is_not_slow_for_what_others_had_of_the_link_before(room: ReadRoom, clock: Clock) -> None:
+    with room.reading(LIFE, CHUNK, MIB, clock.now_s + 3.0) as turn:
+        with room.reading(OTHER, 32 * MIB, MIB, clock.now_s + 3.0):
+            clock.now_s += 1.5
+            turn.came(10)
+        clock.now_s += SILENT_S + CHUNK / BYTES_PER_S - 0.01
+        assert not turn.is_slow
+        clock.now_s += 0.02
+        assert turn.is_slow
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 2), st.integers(0, 150)), min_size=1, max_size=60),
+    st.sampled_from([20e6, BYTES_PER_S, GIGABIT, 1e9]),
+    st.sampled_from(["evenly", "first come"]),
+)
+def test_no_peer_is_slow_but_one_that_has_a_slow_link_for_itself(
+    steps: list[tuple[int, int, int]], rate: float, order: str
+) -> None:
+    """Whatever else is read meanwhile; what came is seen at its end."""
+    clock = Clock()
+    room = ReadRoom(clock)
+    waiting = [(num_mib * MIB, (f"peer {number}", "i"), begin / 50) for num_mib, number, begin in steps]
+    waiting.sort(key=lambda each: -each[2])
+    under_way: list[tuple[ExitStack, Flow]] = []
+    began_s = clock.now_s
+    while waiting or under_way:
+        while waiting and waiting[-1][2] <= clock.now_s - began_s:
+            num_bytes, life, _ = waiting[-1]
+            if len(under_way) == 16 or sum(flow.left for _, flow in under_way) + num_bytes > BYTES_MAX:
+                break
+            waiting.pop()
+            stack = ExitStack()
+            turn = stack.enter_context(room.reading(life, num_bytes, num_bytes, clock.now_s + 99.0))
+            under_way.append((stack, Flow(turn, num_bytes, is_seen_at_end=True)))
+        clock.now_s += 0.02
+        is_slow_alone = rate < BYTES_PER_S and len({id(flow.turn.peer) for _, flow in under_way}) == 1
+        assert is_slow_alone or not any(flow.turn.is_slow for _, flow in under_way)
+        left = 0.02 * rate
+        by_left = sorted(under_way, key=lambda each: each[1].left) if order == "evenly" else under_way
+        for number, (_, flow) in enumerate(by_left):
+            came = min(flow.left, left / (len(by_left) - number) if order == "evenly" else left)
+            flow.left -= came
+            left -= came
+        for each in [each for each in under_way if each[1].left <= 0]:
+            under_way.remove(each)
+            each[0].close()
+        room.validate()
 
 
 def test_a_read_ends_with_its_pull(room: ReadRoom, clock: Clock) -> None:

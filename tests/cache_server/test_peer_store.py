@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from antiphon.cache_server import peer_loans, peer_room, peer_store
+from antiphon.cache_server.peer_pull import SLOW_MAX
 from antiphon.cache_server.peer_room import Place
 from antiphon.cache_server.peer_store import PeerStore
 from antiphon.cache_server.peers import peer_tier
@@ -51,6 +52,9 @@ class Wire:
         self._lock = threading.Lock()
         self._free_s = 0.0
         self._never = threading.Event()
+
+    def pause(self, seconds: float) -> None:
+        self._never.wait(seconds)
 
     def ship(self, num_bytes: int) -> None:
         with self._lock:
@@ -221,6 +225,30 @@ def test_nobody_waits_for_room_to_read_from_a_peer_that_has_failed(pool: ThreadP
     assert not world.links.lent
 
 
+@pytest.mark.usefixtures("no_digests")
+def test_a_peer_that_trickles_is_closed_out_after_some_chunks(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_room, "SILENT_S", 0.1)
+    monkeypatch.setattr(peer_room, "BYTES_PER_S", 1e9)
+    world = World(6_000_000)
+
+    def trickle(link: Link, lease: int, into: memoryview, deadline_s: Callable[[], float], came: Any) -> None:
+        while time.monotonic() < deadline_s():
+            came(into[:1])
+            world.links.wire.pause(0.01)
+        raise PeerTimeout("the peer did not answer in time")
+
+    monkeypatch.setattr(Link, "read_into", trickle)
+    for number in range(SLOW_MAX):
+        assert world.store.breakers() == {}
+        assert not world.pull(number)
+    assert list(world.store.breakers()) == ["h0 (i)"]
+    assert world.store.where.counts == {"late": SLOW_MAX, "breakers_opened": 1}
+    assert not world.pull(SLOW_MAX)
+    assert world.took_s[-1] < 0.1 + peer_room.BYTES_MAX / 1e9, "it was asked"
+
+
 # ---- over NIXL -------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +286,7 @@ def test_what_fails_over_nixl_comes_over_tcp_however_long_its_other_pieces_take(
     over_nixl: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They end after the deadline of the reads."""
-    monkeypatch.setattr(peer_room, "SILENT_S", 0.05)
+    monkeypatch.setattr(peer_room, "SILENT_S", 0.2)
     monkeypatch.setattr(peer_room, "BYTES_PER_S", 1e9)
     agent, timers = over_nixl.links.agent, []
 
@@ -267,12 +295,12 @@ def test_what_fails_over_nixl_comes_over_tcp_however_long_its_other_pieces_take(
             reading.over(PeerUnavailable("a read over NIXL failed"))
 
     def end_late(reading: Reading) -> None:
-        timers.append(threading.Timer(0.3, reading.over, [PeerTimeout("the read was given up")]))
+        timers.append(threading.Timer(0.5, reading.over, [PeerTimeout("the read was given up")]))
         timers[-1].start()
 
     agent.on_read, agent.on_expire = fail_first, end_late
     assert over_nixl.pull(1)
-    assert over_nixl.took_s[0] > 0.05 + peer_room.BYTES_MAX / 1e9, "the pieces took too little to show anything"
+    assert over_nixl.took_s[0] > 0.2 + peer_room.BYTES_MAX / 1e9, "the pieces took too little to show anything"
     assert over_nixl.links.nixl_oks == [False]
     assert over_nixl.store.breakers() == {}
     for timer in timers:
@@ -299,7 +327,7 @@ def test_a_peer_that_hangs_over_nixl_keeps_its_target_and_nobody_else(
 def test_a_read_over_nixl_that_is_late_is_no_failure_of_its_peer(
     over_nixl: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_store, "BUDGET_S", 0.8)
+    monkeypatch.setattr(peer_store, "BUDGET_S", 0.6)
     agent = over_nixl.links.agent
     agent.on_read = lambda reading: len(agent.readings) == 1 and reading.over(None)
     agent.on_expire = lambda reading: reading.over(PeerTimeout("the read was given up"))
@@ -308,6 +336,24 @@ def test_a_read_over_nixl_that_is_late_is_no_failure_of_its_peer(
     assert over_nixl.store.breakers() == {}
     assert over_nixl.store.where.counts == {"late": 1}
     assert over_nixl.links.num_reads == 0
+    assert over_nixl.store.where._num_slow == {}, "it did not have its time"
+
+
+def test_a_peer_that_trickles_over_nixl_is_slow(over_nixl: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_room, "SILENT_S", 0.5)
+    monkeypatch.setattr(peer_room, "BYTES_PER_S", 1e9)
+    agent = over_nixl.links.agent
+
+    def trickle(reading: Reading) -> None:
+        if len(agent.readings) < 4:  # one at once, and one somewhat later, so that it gives signs until the end
+            threading.Timer(0.2 * len(agent.readings) - 0.2, reading.over, [None]).start()
+
+    agent.on_read = trickle
+    agent.on_expire = lambda reading: reading.over(PeerTimeout("the read was given up"))
+    assert over_nixl.pull(1) is False
+    assert over_nixl.store.breakers() == {}
+    assert over_nixl.store.where.counts == {"late": 1}
+    assert over_nixl.store.where._num_slow == {("h0", "i"): 1}
 
 
 def test_a_peer_that_is_back_is_not_blamed_for_a_read_that_has_not_settled(
@@ -323,3 +369,69 @@ def test_a_peer_that_is_back_is_not_blamed_for_a_read_that_has_not_settled(
     for reading in world.links.agent.readings:
         reading.over(PeerTimeout("the read was given up"))
     assert pulling.result(5.0) is False
+
+
+class OtherDigest(NoDigest):
+    """Of any bytes another than their holder said."""
+
+    def digest(self) -> bytes:
+        return bytes([1]) * 16
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "is_match", "counts"),
+    [
+        (False, False, {"corrupt": 1, "breakers_opened": 1}),
+        (True, False, {"failed": 1, "breakers_opened": 1}),
+        (True, True, {"pulled": 1}),
+    ],
+    ids=["held", "lost", "lost, and the bytes are right"],
+)
+@pytest.mark.parametrize("how", ["here", "there"])
+def test_a_peer_is_not_accused_of_bytes_whose_loan_had_ended(
+    over_nixl: World,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    counts: dict[str, int],
+    *,
+    is_lost: bool,
+    is_match: bool,
+) -> None:
+    """The connection of all loans ends here as another call of the peer fails, or there, while the bytes come."""
+    if not is_match:
+        monkeypatch.setattr(peer_store, "PayloadDigest", OtherDigest)
+    world = over_nixl
+
+    def read(reading: Reading) -> None:
+        if is_lost and how == "here":
+            world.store.broken(world.holders[0], PeerTimeout("another call"))
+        elif is_lost:
+            world.store._loans._account(world.holders[0]).link.has_hung_up = True
+        reading.over(None)
+
+    world.links.agent.on_read = read
+    assert world.pull(1) == is_match
+    assert world.store.where.counts == counts
+    reasons = [str(breaker["reason"]) for breaker in world.store.breakers().values()]
+    assert ["digest" in reason for reason in reasons] == ([] if is_match else [not is_lost])
+
+
+def test_what_is_read_when_the_agent_is_closed_ends_with_it(over_nixl: World, pool: ThreadPoolExecutor) -> None:
+    """Nothing can be given up then; the agent's end does it."""
+    world = over_nixl
+    agent = world.links.agent
+
+    def refuse(reading: Reading) -> None:
+        raise PeerUnavailable("the NIXL agent is closed")
+
+    def end(reading: Reading) -> None:
+        reading.failed(PeerUnavailable("the NIXL agent was closed"))
+
+    agent.on_read, agent.on_expire = end, refuse
+    pulling = pool.submit(world.pull, 1)
+    wait_for(lambda: len(agent.expired) == len(agent.readings) == 4, "the end of the reads")
+    assert not pulling.done(), "its target may be written to still"
+    assert world.links.num_reads == 0
+    for reading in agent.readings:
+        reading.over(None)
+    assert pulling.result(5.0), "it comes over TCP"

@@ -18,7 +18,7 @@ from antiphon.cache.tier_key import Meaning, TierKey, meaning_of
 from antiphon.cache_server import peer_lending
 from antiphon.cache_server.peer_expected import Expectations
 from antiphon.cache_server.peer_lending import Lender
-from antiphon.cache_server.peer_pull import Action, Ended, Verify, Whereabouts, pull
+from antiphon.cache_server.peer_pull import Action, Ended, LoanEnded, Verify, Whereabouts, pull
 from antiphon.coordinator.directory import Directory, Member
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.chunks_layout import ChunkLayout
@@ -74,6 +74,23 @@ def bytes_are_committed_without_their_digest(patch: pytest.MonkeyPatch) -> None:
             ended = True if isinstance(action, Verify) else (yield action)
 
     patch.setattr(peers_pulls, "pull", believing)
+
+
+def bytes_of_a_lost_loan_are_held_against_the_holder(patch: pytest.MonkeyPatch) -> None:
+    def accusing(
+        where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], float]
+    ) -> Generator[Action, Ended, bool]:
+        real = pull(where, key, wanted, clock)
+        ended: Ended = None
+        while True:
+            try:
+                action = real.send(ended)
+            except StopIteration as stop:
+                return bool(stop.value)
+            ended = yield action
+            ended = False if isinstance(ended, LoanEnded) else ended
+
+    patch.setattr(peers_pulls, "pull", accusing)
 
 
 def lost_changes_are_not_told(patch: pytest.MonkeyPatch) -> None:
@@ -163,6 +180,7 @@ BUGS: list[Plant] = [
     directory_is_not_fenced_by_incarnation,
     bytes_of_another_layout_are_lent,
     bytes_are_committed_without_their_digest,
+    bytes_of_a_lost_loan_are_held_against_the_holder,
     lost_changes_are_not_told,
     loans_outlive_their_connection,
     removed_chunks_stay_on_the_shelf,

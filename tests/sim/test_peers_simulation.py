@@ -27,7 +27,7 @@ def test_seeds_pass_and_go_everywhere() -> None:
     assert num == NUM_SEEDS
     names = ["pulled", "hit", "timeout", "expired", "lost coordinator", "listing", "events"]
     names += [f"fault {kind}" for kind in ("part", "storm", "kill", "stop", "coordinator", "stop coordinator")]
-    names += ["read flipped", "read stalled"]
+    names += ["read flipped", "read stalled", "loan lost", "bytes of a lost loan"]
     names += ["hand-over whole", "hand-over in part", "hand-over left", "hand-over without room"]
     names += ["writer died", "rank failed"]
     names += ["held readable", "held reserved", "held unseen", "held refused", "not told how far"]

@@ -356,6 +356,35 @@ def test_closing_ends_what_is_under_way(agent: NixlAgent, fakes: list[FakeNixl])
         agent.expire(reading)
 
 
+def test_a_read_cannot_be_given_up_when_the_agent_is_closed_alone_and_ends_with_the_agent(
+    agent: NixlAgent, fakes: list[FakeNixl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its thread is busy for longer than the close waits for it."""
+    monkeypatch.setattr(nixl_agent, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(nixl_agent, "MERGED_BYTES", 64)
+    may_end = threading.Semaphore(0)
+
+    def transfer(handle: str) -> str:
+        assert may_end.acquire(timeout=10.0)
+        return "DONE"
+
+    fakes[0].transfer = transfer  # type: ignore[method-assign]
+    first, *readings = [agent.read(ONE, 4096, BASE + 64 * at, 64) for at in range(3)]
+    may_end.release()
+    first.wait(within(5.0))
+    wait_for(lambda: list(agent._waiting) == readings[1:], "one that is under way, and one that waits")
+    readings.append(agent.read(ONE, 4096, BASE + 192, 64))
+    agent.expire(readings[-1])
+    assert not agent.close()
+    for reading in readings:
+        with pytest.raises(PeerUnavailable, match="closed"):
+            agent.expire(reading)
+        assert not reading._settled.is_set(), "its target is still written to"
+    may_end.release()
+    for reading in readings:
+        assert reading._settled.wait(5.0), "nobody ends it"
+
+
 def test_without_nixl_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(PeerUnavailable, match="NIXL cannot be used") as caught:

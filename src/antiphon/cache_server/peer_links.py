@@ -4,13 +4,15 @@ Owns up to ``LINKS_PER_PEER_MAX`` idle connections to each life of a peer, and w
 belongs to one thread from ``take`` to ``give_back``.
 
 Always true: after any error of a call its link is closed, and the peer's idle links with it; a link leads to the life
-of the peer that was asked for.
+of the peer that was asked for. A peer that has no NIXL agent is not asked for it with each call.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +20,7 @@ from antiphon.cache_server.peer_serving import PeerSelf
 from antiphon.core.errors import PeerUnavailable
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Asker
-from antiphon.transport.nixl_agent import NixlAgent, RemoteMemory
+from antiphon.transport.nixl_agent import START_TIMEOUT_S, NixlAgent, RemoteMemory
 from antiphon.transport.peer_tcp import PeerSocket
 
 LINKS_PER_PEER_MAX: Final = 16
@@ -26,6 +28,10 @@ PEERS_MAX: Final = 256
 """Peers whose links are kept; those not used longest go."""
 NIXL_FAILURES_MAX: Final = 2
 """After so many failures over NIXL in a row a life of a peer is read over TCP."""
+
+NIXL_AGAIN_S: Final = 1.0
+"""A peer that has no NIXL agent is asked again after this, and after twice as long each time, until an agent that was
+being started has started or never will."""
 
 
 @dataclass(slots=True)
@@ -35,6 +41,9 @@ class _Peer:
     idle: list[PeerSocket] = field(default_factory=list)
     memory: RemoteMemory | None = None
     num_nixl_failures: int = 0
+    first_asked_s: float | None = None
+    """When it was asked first how it is read over NIXL, on the monotonic clock."""
+    ask_again_s: float = 0.0
 
 
 class PeerLinks:
@@ -42,10 +51,12 @@ class PeerLinks:
 
     Args:
         myself: who connects.
+        now_s: the monotonic clock.
     """
 
-    def __init__(self, myself: PeerSelf) -> None:
+    def __init__(self, myself: PeerSelf, now_s: Callable[[], float] = time.monotonic) -> None:
         self._myself = myself
+        self._now_s = now_s
         self._peers: OrderedDict[tuple[str, str], _Peer] = OrderedDict()
         self._lock = threading.Lock()
         self.agent: NixlAgent | None = None
@@ -119,23 +130,30 @@ class PeerLinks:
                 peer.idle.clear()
 
     def learn_memory(self, holder: wire.Holder, link: PeerSocket, timeout_s: float) -> None:
-        """Asks how the peer's arena is read over NIXL, where that is not known and this server can.
+        """Asks how the peer's arena is read over NIXL, where that is not known and this server can: once in a life of
+        the peer, and some times again while its agent may be starting.
 
         Raises:
             PeerTimeout, PeerUnavailable, ProtocolError: the peer did not say.
         """
         if self.agent is None:
             return
+        now_s = self._now_s()
         with self._lock:
             peer = self._peer(holder)
-            if peer.memory is not None:
+            if peer.memory is not None or now_s < peer.ask_again_s:
                 return
+            if peer.first_asked_s is None:
+                peer.first_asked_s = now_s
+            asked_for_s = now_s - peer.first_asked_s
+            is_last = asked_for_s >= START_TIMEOUT_S
+            peer.ask_again_s = float("inf") if is_last else now_s + max(NIXL_AGAIN_S, asked_for_s)
         info = link.call(wire.AskNixl(), timeout_s)
         if not isinstance(info, wire.NixlInfo) or info.metadata is None:
-            return  # its agent may be starting still: it is asked again
+            return
         memory = RemoteMemory(f"{holder.instance}/{holder.incarnation}", info.metadata, info.base_address)
         with self._lock:
-            peer.memory = memory
+            self._peer(holder).memory = memory
 
     def memory_of(self, holder: wire.Holder) -> RemoteMemory | None:
         """How the peer's arena is read over NIXL; None where it is read over TCP."""

@@ -12,6 +12,7 @@ Always true:
   a loan of it is told so at once.
 - A wish has an end, which its thread names: it is late then, which says nothing of the peer. A call under way is waited
   for a moment longer.
+- A loan is held as long as the connection that it was given on lives, and it has not been given back.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ RETURNS_AT_ONCE: Final = 4
 HELD_BACK_PAUSE_S: Final = 0.003
 HELD_BACK_MAX_S: Final = 0.5
 """A chunk that is there, and is held back for so long, counts as absent."""
+HELD_WAIT_S: Final = 2 * LEND_TIMEOUT_S + RETURN_TIMEOUT_S
+"""Who asks whether a loan is held waits so long for the call under way, which tells: as long as one takes."""
 _LOOK_S: Final = 0.05
 """A thread that waits looks so often whether it is its turn, though it is told."""
 _PEERS_MAX: Final = 256
@@ -77,6 +80,8 @@ class _Account:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.freed = threading.Condition(self.lock)
+        """Told when it is not busy any more."""
         self.link: PeerSocket | None = None
         self.is_busy = False
         self.has_failed = False
@@ -84,6 +89,8 @@ class _Account:
         self.wishes: list[_Wish] = []
         self.returns: list[int] = []
         self.num_loans = 0
+        self.held: set[int] = set()
+        """Leases of those that were given on ``link``."""
 
     @property
     def is_idle(self) -> bool:
@@ -110,6 +117,7 @@ class _Account:
         """The answer to ``batch``."""
         loans = {loan.index: loan for loan in lent.chunks}
         self.num_loans += len(loans)
+        self.held.update(loan.lease for loan in loans.values())
         held_back = []
         for index, wish in enumerate(batch):
             loan = loans.pop(index, None)
@@ -137,9 +145,12 @@ class _Account:
             self.link.close()
         self.link = None
         self.returns.clear()
+        self.held.clear()
 
     def wake(self) -> None:
         """Tells whose turn it is."""
+        if not self.is_busy:
+            self.freed.notify_all()
         if self.wishes and not self.is_busy and self.num_loans <= LOANS_LOW:
             min(self.wishes, key=lambda wish: wish.not_before_s).turn.set()
 
@@ -245,11 +256,22 @@ class PeerLoans:
         with account.lock:
             account.num_loans -= 1
             assert account.num_loans >= 0, "a loan was given back twice"
-            if account.link is not None:
+            if loan.lease in account.held:
+                account.held.remove(loan.lease)
                 account.returns.append(loan.lease)
         self._post_returns(account)
         with account.lock:
             account.wake()
+
+    def is_held(self, holder: wire.Holder, loan: wire.LentChunk) -> bool:
+        """Whether the holder has kept the loan until now, as far as can be told here. Waits for a call under way."""
+        with self._lock:
+            account = self._account(holder)
+        with account.lock:
+            account.freed.wait_for(lambda: not account.is_busy, HELD_WAIT_S)
+            if not account.is_busy and account.link is not None and account.link.has_hung_up:
+                account.hang_up()
+            return loan.lease in account.held
 
     def _post_returns(self, account: _Account) -> None:
         """Gives back what is due, as long as there is some and nobody else uses the connection."""

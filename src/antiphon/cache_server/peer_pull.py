@@ -9,6 +9,9 @@ Always true:
   asked for, under the meaning that was asked for.
 - A peer that failed once is left alone until its breaker lets one call through, or until a new life of it joins.
 - What ends because this puller has no time left for it is a miss: it is no failure of the peer, and no other is tried.
+- A peer that was too slow ``SLOW_MAX`` times in a row, with nothing else in its way, has failed. A loan does not show
+  that it is better; a chunk that comes does.
+- Nobody is said to have sent wrong bytes but who kept the loan until they were there.
 - Holders that are remembered are few, and forgotten after ``ttl_s``.
 """
 
@@ -30,11 +33,24 @@ RETRY_MAX_S: Final = 4.0
 HOLDERS_MAX: Final = 2
 """Peers that are tried for one chunk: a lookup waits for it."""
 PEERS_MAX: Final = 4_096
+SLOW_MAX: Final = 3
+"""Reads in a row that a peer was too slow for: one or two are a moment in which it, or what lies between, had other
+work; each of them costs a lookup most of its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoTime:
     """This puller has no room or time left, which says nothing of the holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooSlow:
+    """The bytes did not come in time, though nothing else was in their way for long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoanEnded:
+    """The bytes have another digest, and their loan ended while they came: the holder may have used their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +64,8 @@ class LendFrom:
 
 @dataclass(frozen=True, slots=True)
 class ReadFrom:
-    """Bring the bytes into the target. The answer: None, NoTime, or an error. Nothing writes to the target then."""
+    """Bring the bytes into the target. The answer: None, NoTime, TooSlow, or an error. Nothing writes to the target
+    then."""
 
     holder: Holder
     loan: LentChunk
@@ -56,7 +73,7 @@ class ReadFrom:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """The answer: whether the bytes in the target have this digest."""
+    """The answer: whether the bytes in the target have this digest; LoanEnded where they have not, and could not."""
 
     digest: bytes
 
@@ -70,7 +87,7 @@ class GiveBack:
 
 
 Action = LendFrom | ReadFrom | Verify | GiveBack
-Ended = LentChunk | NoTime | AntiphonError | bool | None
+Ended = LentChunk | NoTime | TooSlow | LoanEnded | AntiphonError | bool | None
 
 
 class Whereabouts:
@@ -86,6 +103,8 @@ class Whereabouts:
         self._ttl_s = ttl_s
         self._holders: OrderedDict[bytes, tuple[float, tuple[Holder, ...]]] = OrderedDict()
         self._breakers: OrderedDict[tuple[str, str], Breaker] = OrderedDict()
+        self._num_slow: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """Reads in a row for which a life of a peer was too slow."""
         self.counts: Counter[str] = Counter()
 
     def located(self, key: bytes, holders: Sequence[Holder], now_s: float) -> None:
@@ -136,6 +155,30 @@ class Whereabouts:
         while len(self._breakers) > PEERS_MAX:
             self._breakers.popitem(last=False)
 
+    def slow(self, holder: Holder, now_s: float) -> None:
+        """A read was not over in time, and it is the holder's doing."""
+        num_slow = self._num_slow[holder.life] = self._num_slow.get(holder.life, 0) + 1
+        self._num_slow.move_to_end(holder.life)
+        while len(self._num_slow) > PEERS_MAX:
+            self._num_slow.popitem(last=False)
+        if num_slow >= SLOW_MAX:
+            self.failed(holder, now_s, f"its bytes did not come in time, {num_slow} reads in a row")
+
+    def lent(self, holder: Holder) -> None:
+        """The holder has given a loan. Where it is left alone for being slow, that shows nothing yet."""
+        if self._num_slow.get(holder.life, 0) < SLOW_MAX:
+            self.answered(holder)
+
+    def not_shown(self, holder: Holder, now_s: float) -> None:
+        """Its bytes did not come in time, which says nothing of it: where it was slow, it may still be."""
+        if self._num_slow.get(holder.life, 0) >= SLOW_MAX:
+            self.not_asked(holder, now_s)
+
+    def came(self, holder: Holder) -> None:
+        """The bytes of a chunk came in time."""
+        self._num_slow.pop(holder.life, None)
+        self.answered(holder)
+
     def not_asked(self, holder: Holder, now_s: float) -> None:
         """The call was not made after all. A breaker that let it through waits anew; one that is closed stays so."""
         breaker = self._breakers.get(holder.life)
@@ -170,39 +213,59 @@ def pull(where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], flo
         if not where.take(holder, clock()):
             continue
         try:
-            loan = yield LendFrom(holder, key, wanted)
+            is_here = yield from _pull_from(holder, where, key, wanted, clock)
         except GeneratorExit:  # whoever drives this has a bug: the breaker must not wait for an answer
-            where.failed(holder, clock(), "the pull was given up")
-            raise
-        if isinstance(loan, AntiphonError):
-            where.counts["failed"] += 1
-            where.failed(holder, clock(), loan.message)
-            continue
-        if isinstance(loan, NoTime):
-            where.counts["late"] += 1
             where.not_asked(holder, clock())
-            return False
-        where.answered(holder)
-        if not isinstance(loan, LentChunk):
-            where.counts["absent"] += 1
-            where.absent(holder, key)
-            continue
-        error = yield ReadFrom(holder, loan)
-        if isinstance(error, AntiphonError):
-            where.counts["failed"] += 1
-            where.failed(holder, clock(), error.message)
-            yield GiveBack(holder, loan)
-            continue
-        if isinstance(error, NoTime):
-            where.counts["late"] += 1
-            yield GiveBack(holder, loan)
-            return False
-        is_sound = yield Verify(loan.digest)
-        yield GiveBack(holder, loan)
-        if is_sound is True:
-            where.counts["pulled"] += 1
-            return True
-        where.counts["corrupt"] += 1
-        where.absent(holder, key)
-        where.failed(holder, clock(), "bytes that it sent had another digest than it said")
+            raise
+        if is_here is not None:
+            return is_here
     return False
+
+
+def _pull_from(
+    holder: Holder, where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], float]
+) -> Generator[Action, Ended, bool | None]:
+    """Pulls from one holder; returns whether the chunk is there, and None where another may be asked."""
+    loan = yield LendFrom(holder, key, wanted)
+    if isinstance(loan, AntiphonError):
+        where.counts["failed"] += 1
+        where.failed(holder, clock(), loan.message)
+        return None
+    if isinstance(loan, NoTime):
+        where.counts["late"] += 1
+        where.not_asked(holder, clock())
+        return False
+    if not isinstance(loan, LentChunk):
+        where.answered(holder)
+        where.counts["absent"] += 1
+        where.absent(holder, key)
+        return None
+    where.lent(holder)
+    ended = yield ReadFrom(holder, loan)
+    if isinstance(ended, AntiphonError):
+        where.counts["failed"] += 1
+        where.failed(holder, clock(), ended.message)
+        yield GiveBack(holder, loan)
+        return None
+    if isinstance(ended, NoTime | TooSlow):
+        where.counts["late"] += 1
+        if isinstance(ended, TooSlow):
+            where.slow(holder, clock())
+        else:
+            where.not_shown(holder, clock())
+        yield GiveBack(holder, loan)
+        return False
+    verdict = yield Verify(loan.digest)
+    yield GiveBack(holder, loan)
+    if verdict is True:
+        where.counts["pulled"] += 1
+        where.came(holder)
+        return True
+    if isinstance(verdict, LoanEnded):
+        where.counts["failed"] += 1
+        where.failed(holder, clock(), "the connection of a loan ended while its bytes came, and they are others now")
+        return None
+    where.counts["corrupt"] += 1
+    where.absent(holder, key)
+    where.failed(holder, clock(), "bytes that it sent had another digest than it said")
+    return None

@@ -7,8 +7,10 @@ gave a sign last. Always true:
 - Room is given in the order in which it was asked for. Who waits has an end: it is asked whether it still wants any
   after each failure, and waits no longer than a link of ``BYTES_PER_S`` takes for the bytes before it.
 - A peer hangs when nothing has come from it for ``SILENT_S``, and for what a link of ``BYTES_PER_S`` takes for what was
-  asked of it, while that may share the link with reads from others. A peer that gives signs and is late does not hang:
-  that the read ends then says nothing of the peer.
+  asked of it, while that may share the link with reads from others. All of it counts: a link may serve it evenly, so
+  that nothing is seen before nearly all has come. A peer that gives signs and is late does not hang.
+- It is slow where it had the link for itself, for as long as it takes at ``BYTES_PER_S`` to bring all that was asked of
+  it; or where others brought so much meanwhile that it had its turn. Else a read that is late says nothing of the peer.
 
 It does not read, and does not know why a read ended.
 """
@@ -33,6 +35,8 @@ SILENT_S: Final = 0.5
 SHARED_RATIO: Final = 4
 """Of others' bytes so many times as many come as were beside those of a peer before they count as no longer in their
 way: a link may serve others first, and what is seen of a read comes all at once."""
+READS_MAX: Final = 16
+"""Reads at once: each has at least that share of a link that serves all evenly."""
 _LOOK_S: Final = 0.1
 """A deadline may come nearer: who waits without a sign looks so often."""
 
@@ -63,6 +67,13 @@ class _Peer:
         self.num_beside = 0
         """Such bytes of other peers, at the last sign or since."""
         self.came_at_sign = 0
+        self.num_asked = 0
+        """Bytes of all of its reads."""
+        self.num_left = 0
+        """Those of them that have not come, of reads that are not over."""
+        self.num_came = 0
+        self.alone_s = 0.0
+        """When others were read from last."""
 
 
 class ReadTurn:
@@ -71,21 +82,29 @@ class ReadTurn:
     Args:
         room: whose.
         peer: what all reads from the peer share.
+        num_bytes: of the read.
         last_s: until when it is waited for, whatever comes.
     """
 
-    def __init__(self, room: ReadRoom, peer: _Peer, last_s: float) -> None:
+    def __init__(self, room: ReadRoom, peer: _Peer, num_bytes: int, last_s: float) -> None:
         self._room = room
-        self._peer = peer
+        self.peer = peer
         self.last_s = last_s
+        self.began_s = room.now_s()
+        self.num_left = num_bytes
+        """Changed by the room alone, as the next two."""
+        self.num_before = 0
+        """Bytes that the peer owed when it began, with this read, less all that were asked of it until then."""
+        self.num_beside = 0
+        """Bytes that had come from others then."""
 
     def came(self, num_bytes: int) -> None:
         """So many bytes have come."""
-        self._room.came(self._peer, num_bytes)
+        self._room.came(self, num_bytes)
 
     def deadline_s(self) -> float:
         """Until when it is waited for, on the monotonic clock. It moves with what comes, here and from others."""
-        return min(self.last_s, self._room.hangs_at_s(self._peer))
+        return min(self.last_s, self._room.hangs_at_s(self.peer))
 
     def look_s(self) -> float:
         """The same, but soon: for one who waits by it, and asks again when it is over."""
@@ -94,7 +113,12 @@ class ReadTurn:
     @property
     def is_hung(self) -> bool:
         """Whether the peer hangs; a read that ends otherwise at its deadline is only late."""
-        return self._room.now_s() >= self._room.hangs_at_s(self._peer)
+        return self._room.now_s() >= self._room.hangs_at_s(self.peer)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is the peer's doing that the read is not over, if it gives signs."""
+        return self._room.is_slow(self)
 
 
 class ReadRoom:
@@ -189,35 +213,58 @@ class ReadRoom:
                 self._sign(peer)
             peer.num_turns += 1
             peer.num_unseen += num_unseen
+            peer.num_left += num_bytes
+            peer.num_asked += num_bytes
             for other in self._peers.values():
                 if other is not peer:
                     other.num_beside = min(BYTES_MAX, other.num_beside + num_unseen)
-            last_s = self.now_s() + SILENT_S + max(num_bytes, BYTES_MAX) / BYTES_PER_S
+            turn = ReadTurn(self, peer, num_bytes, end_s)
+            turn.last_s = min(end_s, turn.began_s + SILENT_S + max(num_bytes, BYTES_MAX) / BYTES_PER_S)
+            turn.num_before = peer.num_left - peer.num_asked
+            turn.num_beside = self._num_came - peer.num_came
         try:
-            yield ReadTurn(self, peer, min(end_s, last_s))
+            yield turn
         finally:
             with self._changed:
                 peer.num_turns -= 1
                 peer.num_unseen -= num_unseen
+                peer.num_left -= turn.num_left
                 if not peer.num_turns:
                     del self._peers[life]
+                    for other in self._peers.values():
+                        other.alone_s = self.now_s()
 
     def _sign(self, peer: _Peer) -> None:
         peer.sign_s = self.now_s()
         peer.came_at_sign = self._num_came
         peer.num_beside = sum(other.num_unseen for other in self._peers.values() if other is not peer)
 
-    def came(self, peer: _Peer, num_bytes: int) -> None:
-        """So many bytes have come from it."""
+    def came(self, turn: ReadTurn, num_bytes: int) -> None:
+        """So many bytes of it have come."""
         with self._changed:
             self._num_came += num_bytes
-            self._sign(peer)
+            turn.num_left -= num_bytes
+            turn.peer.num_left -= num_bytes
+            turn.peer.num_came += num_bytes
+            self._sign(turn.peer)
 
     def hangs_at_s(self, peer: _Peer) -> float:
         """From when on the peer counts as one that hangs, if nothing comes from it until then."""
         with self._changed:
             num_beside = max(0.0, peer.num_beside - (self._num_came - peer.came_at_sign) / SHARED_RATIO)
             return peer.sign_s + SILENT_S + (peer.num_unseen + num_beside) / BYTES_PER_S
+
+    def is_slow(self, turn: ReadTurn) -> bool:
+        """Whether it is the peer's doing that the read is not over. Of what others bring, all that may be under way
+        can have been before it, and of the rest each of its bytes is worth one of each other read."""
+        peer = turn.peer
+        with self._changed:
+            num_own = turn.num_before + peer.num_asked
+            num_beside = self._num_came - peer.num_came - turn.num_beside
+            if num_beside >= BYTES_MAX + (READS_MAX - 1) * num_own:
+                return True
+            began_s = max(turn.began_s, peer.alone_s)
+            return len(self._peers) == 1 and self.now_s() >= began_s + SILENT_S + num_own / BYTES_PER_S
 
     # ---- for tests ---------------------------------------------------------------------------------------------------
 
@@ -239,3 +286,4 @@ class ReadRoom:
             assert self._num_bytes >= 0
             assert all(not place.is_held for place in self._queue)
             assert all(peer.num_turns > 0 and peer.num_unseen >= 0 for peer in self._peers.values())
+            assert all(0 <= peer.num_left <= peer.num_asked for peer in self._peers.values())

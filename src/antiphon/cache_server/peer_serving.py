@@ -10,7 +10,8 @@ Always true:
   meanwhile, it counts as ended once they are sent, which takes ``SEND_TIMEOUT_S`` at most.
 - The leases of a connection that ended go after the cache's quarantine. A peer that is silent while it has loans is
   given up after ``LOAN_SILENCE_S``: what it reads afterwards has another digest than it was told, so that it is never
-  used. So has what it reads by NIXL after the quarantine, of which nobody tells this side.
+  used. So has what it reads by NIXL after the quarantine, of which nobody tells this side; it knows that its connection
+  has ended, and does not take that for wrong bytes.
 - A call for loans waits for one digest, and for no longer than ``peer_digests.WAIT_S``.
 """
 

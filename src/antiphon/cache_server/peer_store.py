@@ -10,7 +10,7 @@ Always true:
   takes longer than its deadline: the breaker of a peer that hangs opens at the deadline, and nobody waits for its room.
 - But for that it ends by ``BUDGET_S``, and what a call takes that is under way then, whatever happens.
 - A chunk has room among all reads before a loan of it is asked for. What has no room, or does not come in time while
-  its peer gives signs, is a miss, and no failure of the peer.
+  its peer gives signs, is a miss. It is no failure of the peer, but where it was slow several times in a row.
 - True means that the target has the digest that the holder gave.
 - What was handed over (``expect``) is asked of the server that was named, which must prove the cluster secret, and of
   no coordinator; until it is there, that server says it will not come, does not answer, or the time is over.
@@ -37,8 +37,10 @@ from antiphon.cache_server.peer_pull import (
     Ended,
     GiveBack,
     LendFrom,
+    LoanEnded,
     NoTime,
     ReadFrom,
+    TooSlow,
     Verify,
     Whereabouts,
     pull,
@@ -312,7 +314,7 @@ class _Drive:
                 case ReadFrom():
                     return self._read(action)
                 case Verify():
-                    return self._digest == action.digest
+                    return self._verify(action)
                 case GiveBack():
                     self._give_back()
                     return None
@@ -332,7 +334,13 @@ class _Drive:
         self._lent = (action.holder, loan) if isinstance(loan, wire.LentChunk) else None
         return loan
 
-    def _read(self, action: ReadFrom) -> NoTime | None:
+    def _verify(self, action: Verify) -> bool | LoanEnded:
+        if self._digest == action.digest:
+            return True
+        is_held = self._lent is not None and self._loans.is_held(*self._lent)
+        return False if is_held else LoanEnded()
+
+    def _read(self, action: ReadFrom) -> NoTime | TooSlow | None:
         num_bytes = len(self._into)
         agent, memory = self._links.agent, self._links.memory_of(action.holder)
         if agent is not None and memory is not None and self._store.is_registered(address_of(self._into), num_bytes):
@@ -352,7 +360,7 @@ class _Drive:
         with self._store.room.reading(action.holder.life, num_bytes, num_unseen, self._end_s) as turn:
             return self._read_tcp(action, turn)
 
-    def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> NoTime | None:
+    def _read_tcp(self, action: ReadFrom, turn: ReadTurn) -> NoTime | TooSlow | None:
         digest = PayloadDigest()
 
         def came(piece: memoryview) -> None:
@@ -364,7 +372,7 @@ class _Drive:
             link.read_into(action.loan.lease, self._into, turn.deadline_s, came)
         except AntiphonError as error:
             if isinstance(error, PeerTimeout) and not turn.is_hung:
-                return NoTime()
+                return TooSlow() if turn.is_slow else NoTime()
             self._store.broken(action.holder, error)
             raise
         finally:
@@ -372,25 +380,26 @@ class _Drive:
         self._digest = digest.digest()
         return None
 
-    def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory) -> NoTime | None:
+    def _read_nixl(self, action: ReadFrom, agent: NixlAgent, memory: RemoteMemory) -> NoTime | TooSlow | None:
         """Raises as ``Reading.wait``; afterwards nothing writes to the target."""
         num_bytes, holder = len(self._into), action.holder
         readings: list[Reading] = []
-        ended: NoTime | AntiphonError
+        ended: NoTime | TooSlow | AntiphonError
         with self._store.room.reading(holder.life, num_bytes, num_bytes, self._end_s) as turn:
             try:
                 self._take_pieces(agent, memory, action.loan.offset, turn, readings)
                 return None
             except AntiphonError as error:
-                is_late = isinstance(error, PeerTimeout) and not turn.is_hung
-                ended = NoTime() if is_late else error
+                ended = error
+                if isinstance(error, PeerTimeout) and not turn.is_hung:
+                    ended = TooSlow() if turn.is_slow else NoTime()
         if isinstance(ended, PeerTimeout):
             self._store.room.give_back(self._place)  # what is still on its way keeps nobody waiting
             self._store.hung(holder, ended)
         _settle(agent, readings)
-        if isinstance(ended, NoTime):
-            return ended
-        raise ended
+        if isinstance(ended, AntiphonError):
+            raise ended
+        return ended
 
     def _take_pieces(
         self, agent: NixlAgent, memory: RemoteMemory, offset: int, turn: ReadTurn, readings: list[Reading]

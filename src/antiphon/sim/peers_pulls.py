@@ -1,7 +1,8 @@
 """Pulls of a simulated server: the generator of ``cache_server.peer_pull``, driven by messages with deadlines.
 
 Every step may come late or not at all. A pull that missed a deadline goes on as with an error; its connection is ended,
-so that the holder takes the loan back, and what still comes is not taken up.
+so that the holder takes the loan back, and what still comes is not taken up. The connection may also be lost while the
+bytes come, as that of many loans is when another call fails: the read goes on, and finds what is there by then.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Protocol
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.lending import Wanted
 from antiphon.cache.tier_key import TierKey
-from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, ReadFrom, Verify, pull
+from antiphon.cache_server.peer_pull import Action, Ended, GiveBack, LendFrom, LoanEnded, ReadFrom, Verify, pull
 from antiphon.core.errors import PeerTimeout, PeerUnavailable
 from antiphon.protocol import peers as wire
 from antiphon.sim.peers_net import Network, Pipe
 from antiphon.sim.peers_server import CHUNK_BYTES, NAMESPACE, SimServer, digest_of
+from antiphon.sim.timeline import CheckFailed
 
 LEND_S = 0.25
 READ_S = 0.5
@@ -26,6 +28,9 @@ FLIP_SHARE = 0.05
 STALL_SHARE = 0.08
 STALL_S = (0.05, 0.9)
 """Reads that take so long in their middle: past their deadline, or long enough for the loan to be lost."""
+LOSS_SHARE = 0.2
+LOSS_S = (0.2, 0.48)
+"""Reads whose loan's connection is lost in their middle, so long before their end."""
 
 FindServer = Callable[[str], SimServer | None]
 
@@ -68,6 +73,10 @@ class SimPull:
         self._step = 0
         self._pipe: Pipe | None = None
         self._holder: SimServer | None = None
+        self._is_lent = False
+        """The connection of the last loan has not ended, as seen here."""
+        self._is_flipped = False
+        """The bytes of the last read have changed on the way."""
         if server.member is None or server.where.is_known(self._key, self._timeline.now_s):
             server.process.after(0.0, lambda: self._go_on(None))
         else:
@@ -92,13 +101,22 @@ class SimPull:
             case ReadFrom():
                 self._read(action)
             case Verify():
-                offset = self._region.offset_bytes
-                data = bytes(self._server.memory[offset : offset + CHUNK_BYTES])
-                self._go_on(digest_of(data) == action.digest)
+                self._verify(action)
             case GiveBack():
                 if self._pipe is not None:
                     self._pipe.send(("return", action.loan.lease))
                 self._go_on(None)
+
+    def _verify(self, action: Verify) -> None:
+        offset = self._region.offset_bytes
+        data = bytes(self._server.memory[offset : offset + CHUNK_BYTES])
+        counts = self._server.where.counts
+        is_whole, num_corrupt, is_flipped = digest_of(data) == action.digest, counts["corrupt"], self._is_flipped
+        if not is_whole and not is_flipped:
+            self._timeline.count("bytes of a lost loan")
+        self._go_on(is_whole if is_whole or self._is_lent else LoanEnded())
+        if counts["corrupt"] != num_corrupt and not is_flipped:
+            raise CheckFailed(f"{self._server.process.name} says that a peer sent wrong bytes, which it did not")
 
     def _end(self, *, is_here: bool) -> None:
         if self._pipe is not None:
@@ -125,6 +143,7 @@ class SimPull:
         return answered
 
     def _drop(self) -> None:
+        self._is_lent = False
         if self._pipe is not None:
             self._pipe.end()
             self._pipe = None
@@ -142,9 +161,14 @@ class SimPull:
         from_there = Pipe(self._network, theirs.process, mine.process, (theirs.host, mine.host))
         desk = _Desk(theirs, (mine.host, mine.incarnation), from_there)
         to_there.on_message, to_there.on_end = desk.received, desk.ended
-        from_there.on_message = answered
-        from_there.on_end = lambda: answered(PeerUnavailable("the connection ended"))
-        self._pipe = to_there
+
+        def ended() -> None:
+            if self._pipe is to_there:
+                self._is_lent = False
+            answered(PeerUnavailable("the connection ended"))
+
+        from_there.on_message, from_there.on_end = answered, ended
+        self._pipe, self._is_lent = to_there, True
         to_there.send(("lend", action))
 
     def _read(self, action: ReadFrom) -> None:
@@ -154,7 +178,9 @@ class SimPull:
         assert holder is not None
         half = CHUNK_BYTES // 2
         stall_s = chance.uniform(*STALL_S) if not self._timeline.is_calm and chance.random() < STALL_SHARE else 0.0
+        is_lost = not self._timeline.is_calm and chance.random() < LOSS_SHARE
         step = self._step
+        self._is_flipped = False
 
         def copy(first: int, size: int) -> bool:
             if not holder.process.is_alive or self._step != step:
@@ -168,6 +194,7 @@ class SimPull:
                 answered(PeerUnavailable("the holder is gone"))
                 return
             if not self._timeline.is_calm and chance.random() < FLIP_SHARE:
+                self._is_flipped = True
                 place = self._region.offset_bytes + chance.randrange(CHUNK_BYTES)
                 self._server.memory[place] ^= 1 << chance.randrange(8)
                 self._timeline.count("read flipped")
@@ -177,7 +204,12 @@ class SimPull:
             copy(0, half)
             if stall_s:
                 self._timeline.count("read stalled")
-            self._server.process.after(stall_s + chance.expovariate(1 / READ_MEAN_S), second)
+            loss_s = 0.0
+            if is_lost and self._step == step:
+                self._timeline.count("loan lost")
+                loss_s = chance.uniform(*LOSS_S)
+                self._drop()
+            self._server.process.after(stall_s + loss_s + chance.expovariate(1 / READ_MEAN_S), second)
 
         self._server.process.after(chance.expovariate(1 / READ_MEAN_S), first)
 
