@@ -183,8 +183,16 @@ class Served:
         return await asyncio.to_thread(action, *args)
 
 
-async def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[Served], Awaitable[None]]) -> None:
+async def serve(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    test: Callable[[Served], Awaitable[None]],
+    **faults: bool,
+) -> None:
+    """Runs ``test`` with a server whose tier has ``faults`` from the start."""
     tier = MemoryTier("memory", 10**9, timeout_s=0.3)
+    for name, value in faults.items():
+        setattr(tier.faults, name, value)
     monkeypatch.setattr(tier_setup, "open_tier", lambda spec: tier)
     spec = CacheServerSpec(
         port=0,

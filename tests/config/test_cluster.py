@@ -9,7 +9,7 @@ import pytest
 
 from antiphon.cache_server.peers import wants_peers
 from antiphon.config.cache_server_spec import CacheServerSpec
-from antiphon.config.cluster import SECRET_FILE, address_of, cluster_secret, host_port_of
+from antiphon.config.cluster import SECRET_FILE, cluster_secret, host_port_of, host_port_text
 from antiphon.core.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ from antiphon.core.errors import ConfigError
 )
 def test_addresses_are_read(url: str, expected: tuple[str, int]) -> None:
     assert host_port_of(url) == expected
-    assert host_port_of(address_of(*expected)) == expected
+    assert host_port_of(host_port_text(*expected)) == expected
 
 
 @pytest.mark.parametrize("url", ["", "host", "host:", ":80", "host:99999", "https://host:1", "http://u@h:1", "a b:1"])

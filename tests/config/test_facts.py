@@ -168,6 +168,21 @@ def test_a_cluster_secret_that_is_short_or_open_to_others(tmp_path: Path) -> Non
     assert (found.key_file_problems, found.key_file_notices) == ((), ())
 
 
+def test_secrets_of_tiers_that_are_open_to_others(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    password.chmod(0o640)
+    tier = f"redis://127.0.0.1:1/0?password_file={password}"
+    sets = {"engine.device": "cpu", "cache.l2": ["s3://bucket/x", tier]}
+    (notice,) = facts.gather_facts(compiled_from(sets)).key_file_notices
+    assert notice.field == "cache.l2[1]"
+    assert notice.message.startswith(f"password_file: {password} is open to other users of this host (mode 0640)")
+    elsewhere = compiled_from(sets | {"prefill.hosts": ["203.0.113.1"], "decode.hosts": ["203.0.113.2"]})
+    assert facts.gather_facts(elsewhere).key_file_notices == ()
+    password.chmod(0o600)
+    assert facts.gather_facts(compiled_from(sets)).key_file_notices == ()
+
+
 def test_a_file_of_tenants(tmp_path: Path) -> None:
     def problems(**sets: str) -> list[str]:
         compiled = compiled_from({"engine.kind": "simulated", "router.tenants_file": str(path), **sets})

@@ -5,11 +5,14 @@ Real child processes ask, as for the interpreters of engines. Out of scope: the 
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from antiphon.config import tier_facts
 from antiphon.config.checks import run_checks
 from antiphon.config.compile import Compiled
 from antiphon.config.problems import Problem
@@ -93,3 +96,34 @@ def test_servers_of_other_hosts_and_those_that_run_are_not_looked_at(tmp_path: P
     here = compiled_with(tier)
     assert problems(here, running={"cache": frozenset({6555})}) == []
     assert len(problems(here)) == 1
+
+
+def test_servers_are_tried_at_once_and_told_in_the_order_of_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_with("disk:///x?capacity_gb=1", **{"cache.shared": False})
+    is_decode_tried = threading.Event()
+
+    def asked(_: Any, __: str, tiers: list[str], **___: Any) -> subprocess.CompletedProcess[str]:
+        # Prefill, which is tried first, has its answer after decode.
+        if "decode" in tiers[0]:
+            is_decode_tried.set()
+        assert is_decode_tried.wait(10), "one after the other"
+        return subprocess.CompletedProcess([], 1, "", "no such thing")
+
+    monkeypatch.setattr(tier_facts, "run_python", asked)
+    found = tier_faults(compiled, LOCAL)
+    assert list(found) == ["cache-prefill", "cache-decode"]
+    assert {fault.message.rpartition(": ")[2] for faults in found.values() for fault in faults} == {"no such thing"}
+
+
+def test_so_many_servers_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_with("disk:///x?capacity_gb=1", **{"cache.shared": False})
+    monkeypatch.setattr(tier_facts, "AT_ONCE", 1)
+    threads = set()
+
+    def asked(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        threads.add(threading.get_ident())
+        return subprocess.CompletedProcess([], 1, "", "no such thing")
+
+    monkeypatch.setattr(tier_facts, "run_python", asked)
+    assert len(tier_faults(compiled, LOCAL)) == 2
+    assert len(threads) == 1

@@ -525,7 +525,7 @@ def test_a_taken_port_is_an_error_with_a_remedy(start: Start, die_with_parent: C
     argv = [sys.executable, "-m", "antiphon", "sim-engine", "--port", str(taken)]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=30, preexec_fn=die_with_parent, check=False)
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: cannot listen on 127.0.0.1:{taken}: Address already in use")
+    assert result.stderr.startswith(f"antiphon sim-engine: cannot listen on 127.0.0.1:{taken}: Address already in use")
     assert result.stdout == ""
 
 

@@ -181,6 +181,7 @@ def test_port_for_kv_events_that_is_taken() -> None:
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
     assert ran.returncode == 1
     assert f"cannot listen for KV events on 127.0.0.1:{port}" in ran.stderr
+    assert "fix: choose another --kv-events-port, or stop what listens there" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

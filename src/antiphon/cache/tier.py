@@ -119,6 +119,7 @@ class Tier:
         self.is_complete = False
         """Whether what is not in ``known`` is not there, as far as nobody else writes."""
         self.must_list = not options.is_shared
+        self.must_probe = options.first_probe_s is not None
         self.queued_bytes = 0
         self.full_until_s = float("-inf")
         """Nothing is published until then."""
@@ -188,7 +189,8 @@ class Tier:
     def begin(self, job: TierJob, now_s: float, subject: Fetch | Ask | Publication | None) -> None:
         """The job was given to the shell."""
         is_long = job.kind in (JobKind.LIST, JobKind.CLEAR)
-        timeout_s = self.options.list_timeout_s if is_long else self.options.timeout_s
+        # A probe that is repeated ends with a call that began within its patience.
+        timeout_s = self.options.list_timeout_s if is_long else job.patience_s + self.options.timeout_s
         self.running[job.id] = Running(job, now_s, now_s + timeout_s, subject)
         self.num_running[job.kind] += 1
 

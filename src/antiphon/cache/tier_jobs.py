@@ -61,6 +61,8 @@ class TierJob:
         region: of the arena, for a fetch or a publication: ``num_bytes`` from its start.
         namespace, fingerprint, num_bytes: what the record must mean; the namespace is None where there is no record.
         selection: of a clear.
+        patience_s: of a probe: for so long it is repeated while the store has no answer in time, as one that still
+            starts; any other failure ends it at once.
     """
 
     id: JobId
@@ -72,3 +74,4 @@ class TierJob:
     fingerprint: str | None = None
     num_bytes: int = 0
     selection: Selection | None = None
+    patience_s: float = 0.0

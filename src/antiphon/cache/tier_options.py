@@ -35,6 +35,9 @@ class TierOptions:
         retry_max_s: longest wait between two probes. With the time of a probe itself it is well below 5 s.
         full_pause_s: nothing is published for so long after the tier had no room.
         known_max: keys remembered as being there, about 100 bytes each. Past it the tier is asked.
+        first_probe_s: the tier is probed once at the start, in the background, so that one that is not there is known
+            before it is needed. A store that starts itself has so long; until then it counts as starting, and is used
+            as if there were no probe. None: no such probe.
     """
 
     name: str
@@ -52,6 +55,7 @@ class TierOptions:
     retry_max_s: float = 2.0
     full_pause_s: float = 1.0
     known_max: int = 262_144
+    first_probe_s: float | None = None
 
     @property
     def num_threads(self) -> int:
@@ -66,6 +70,8 @@ class TierOptions:
         for name in ("timeout_s", "list_timeout_s", "retry_min_s", "full_pause_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0")
+        if self.first_probe_s is not None and self.first_probe_s < self.timeout_s:
+            raise ValueError("first_probe_s is at least timeout_s: the first probe is one call, or several")
         if self.retry_max_s < self.retry_min_s or self.flush_after_s < 0 or self.promotion_hits < 0:
             raise ValueError("retry_max_s is at least retry_min_s; flush_after_s and promotion_hits are not negative")
 

@@ -255,12 +255,22 @@ class Tiers:
             breaker.probing()
             self.start(tier, self.plain_job(tier, JobKind.PROBE), None)
         elif breaker.is_closed:
+            if tier.must_probe:
+                self._start_first_probe(tier)
             if tier.must_list and tier.has_slot(JobKind.LIST):
                 self.start(tier, self.plain_job(tier, JobKind.LIST), None)
             if waiting.clears:
                 self._start_clear(tier)
         self.onboardings.pump(tier)
         publishing.pump(self, tier)
+
+    def _start_first_probe(self, tier: Tier) -> None:
+        """The breaker stays closed meanwhile: what is asked before the probe has its answer finds out by itself."""
+        first_probe_s = tier.options.first_probe_s
+        assert first_probe_s is not None
+        tier.must_probe = False
+        probe = self.plain_job(tier, JobKind.PROBE)
+        self.start(tier, replace(probe, patience_s=first_probe_s - tier.options.timeout_s), None)
 
     def _start_clear(self, tier: Tier) -> None:
         """The oldest clear goes out once no publication runs that it means: that one would come after it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +13,9 @@ from antiphon.cache_server.admin import AdminServer, start_admin
 from antiphon.cache_server.server import CacheServer
 from antiphon.config.cache_server_spec import CacheServerSpec
 from antiphon.config.tracing_spec import otlp_of
-from antiphon.core.errors import StartError
 from antiphon.observe.process_tracing import page_of, process_name, traced
 from antiphon.observe.tracing import Tracing, options_of
+from antiphon.transport.listening import cannot_listen
 
 log = logging.getLogger("antiphon.cache_server")
 
@@ -76,8 +75,5 @@ async def _listen_http(server: CacheServer) -> AdminServer:
     try:
         return await start_admin(server, spec.http_host, spec.http_port)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise StartError(
-            f"cannot listen on {spec.http_host}:{spec.http_port}: {reason}",
-            remedy="choose another --http-port, or stop what listens there",
-        ) from error
+        flags = {"port_flag": "--http-port", "host_flag": "--http-host"}
+        raise cannot_listen(spec.http_host, spec.http_port, error, **flags) from error

@@ -27,12 +27,13 @@ from antiphon.cache_server.peer_feed import Feed
 from antiphon.cache_server.peer_lending import Lender
 from antiphon.cache_server.peer_links import PeerLinks
 from antiphon.cache_server.peer_membership import Membership
+from antiphon.cache_server.peer_room import READS_MAX
 from antiphon.cache_server.peer_serving import PeerSelf, PeerServing
 from antiphon.cache_server.peer_store import TIER_NAME, PeerStore
 from antiphon.cache_server.peer_threads import CacheThread
 from antiphon.cache_server.waiting import Waiters
 from antiphon.config.cache_server_spec import CacheServerSpec
-from antiphon.config.cluster import address_of, cluster_secret, host_port_of
+from antiphon.config.cluster import cluster_secret, host_port_of, host_port_text
 from antiphon.core.chunks import ChunkKey
 from antiphon.core.errors import ConfigError, PeerUnavailable
 from antiphon.observe.tracing import Tracing, active_span
@@ -54,7 +55,13 @@ def peer_tier() -> TierOptions:
     """How the tier plan uses the store: the last tier, which is only read. The deadlines of the store are shorter than
     that of the plan, but for a peer that hangs during a read."""
     return TierOptions(
-        name=TIER_NAME, store="none", source="peer", is_shared=True, fetches_max=16, timeout_s=4.0, retry_max_s=1.0
+        name=TIER_NAME,
+        store="none",
+        source="peer",
+        is_shared=True,
+        fetches_max=READS_MAX,
+        timeout_s=4.0,
+        retry_max_s=1.0,
     )
 
 
@@ -137,8 +144,13 @@ class Peers:
         self._parts = parts
         myself = PeerSelf(parts.instance, parts.incarnation, secret)
         host, port = host_port_of(spec.p2p_advertise_url)
-        self._sock = listen_tcp(spec.p2p_host or host, port)
-        self.url = address_of(host, port or self._sock.getsockname()[1])
+        self._sock = listen_tcp(
+            spec.p2p_host or host,
+            port,
+            port_flag="--p2p-advertise-url",
+            host_flag="--p2p-host" if spec.p2p_host is not None else "--p2p-advertise-url",
+        )
+        self.url = host_port_text(host, port or self._sock.getsockname()[1])
         """Where peers reach this server."""
         self.shelf = Shelf(parts.cache, parts.private_tenants)
         cap_bytes = int(parts.arena.data_bytes * LENT_SHARE_MAX)

@@ -23,7 +23,7 @@ from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import TierKey
 from antiphon.cache_server.traces import ServerTraces
-from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull
+from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull, TierTimeout
 from antiphon.core.quiet_log import QuietLog
 from antiphon.observe.trace_context import SpanContext
 from antiphon.observe.tracing import activated
@@ -176,8 +176,19 @@ class TierRunner:
             case JobKind.CLEAR:
                 return TierDone(job.id, Outcome.DONE, keys=self._clear(store, job))
             case JobKind.PROBE:
-                store.probe()
+                self._probe(store, job.patience_s)
                 return TierDone(job.id, Outcome.DONE)
+
+    def _probe(self, store: TierStore, patience_s: float) -> None:
+        """Probes, again and again for ``patience_s`` while the answer is late: the store starts."""
+        patient_until_s = time.monotonic() + patience_s
+        while True:
+            try:
+                store.probe()
+                return
+            except TierTimeout:
+                if time.monotonic() >= patient_until_s or self._is_closed:
+                    raise
 
     def _view(self, job: TierJob) -> memoryview:
         assert job.region is not None

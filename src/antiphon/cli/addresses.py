@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from antiphon.core.errors import ConfigError
 
 
-def address_of(flag: str, url: str) -> tuple[str, int]:
+def http_host_port(flag: str, url: str) -> tuple[str, int]:
     """Host and port of ``http://HOST:PORT``, with or without ``http://`` and a port (80).
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from antiphon.cli.addresses import address_of
+from antiphon.cli.addresses import http_host_port
 from antiphon.cli.shown import printable
 from antiphon.core.errors import AntiphonError, ProtocolError
 
@@ -49,7 +49,7 @@ class Asker:
     def __init__(self, url: str, kind: Kind, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
         self._kind = kind
-        self._host, self._port = address_of(kind.flag, url)
+        self._host, self._port = http_host_port(kind.flag, url)
         self._headers = dict(headers or {})
 
     def ask(self, method: str, path: str, body: object = None, *, timeout_s: float) -> tuple[int, dict[str, Any]]:

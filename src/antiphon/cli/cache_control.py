@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import click
 
-from antiphon.cli.addresses import address_of
+from antiphon.cli.addresses import http_host_port
 from antiphon.cli.cache_client import (
     AdminClient,
     NotThere,
@@ -230,7 +230,7 @@ def tokens_by(url: str, body: dict[str, Any], path: Path, key: bytes | None = No
     question = tokenize_body(CHAT if "messages" in body else COMPLETIONS, values)
     if question is None:
         raise ConfigError(f"--request-file {path}: no prompt or messages of text that can be tokenized alone")
-    host, port = address_of("--tokenizer-url", url)
+    host, port = http_host_port("--tokenizer-url", url)
     headers: dict[str, str | bytes] = {"content-type": "application/json"}
     if key is not None:
         headers["authorization"] = b"Bearer " + key

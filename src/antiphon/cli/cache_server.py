@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import sys
 from typing import Any
 
@@ -12,13 +11,21 @@ import click
 
 from antiphon.cache_server.app import serve
 from antiphon.cache_server.server import CacheServer
-from antiphon.cli.flags import model_from_flags, spec_options
+from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
+from antiphon.cli.serving import (
+    Listener,
+    log_to_stderr,
+    raise_descriptor_limit,
+    refusals,
+    refuse_one_port_twice,
+    warn_of_open_files,
+)
 from antiphon.config.cache_server_spec import CacheServerSpec
-from antiphon.core.errors import ConfigError, StartError
+from antiphon.config.cluster import host_port_of
 from antiphon.transport.loop import run
 
 
-@click.command()
+@click.command(cls=FlagsCommand)
 @spec_options(CacheServerSpec)
 def cache_server(**params: Any) -> None:
     """Run a cache server: it keeps KV of earlier requests in shared memory for the engines of this host.
@@ -27,16 +34,11 @@ def cache_server(**params: Any) -> None:
     --chunk-size 256 --instance-id prefiller
     """
     spec = model_from_flags(CacheServerSpec, params)
-    if spec.port and spec.port == spec.http_port and _number(spec.host) == _number(spec.http_host):
-        fix = "give --port and --http-port a value each"
-        raise click.UsageError(f"--http-port: two uses of one port, {spec.port}: it is --port already\n  fix: {fix}")
-    logging.basicConfig(
-        level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    refuse_one_port_twice(_listeners(spec))
+    log_to_stderr(spec.log_level)
     log = logging.getLogger("antiphon.cache_server")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_descriptor_limit()
+    warn_of_open_files(log, _secret_files(spec))
 
     def announce(server: CacheServer, http_port: int) -> None:
         log.info(
@@ -45,15 +47,8 @@ def cache_server(**params: Any) -> None:
             *(server.population.total_bytes, spec.chunk_size, spec.eviction_policy),
         )
 
-    try:
+    with refusals("cache-server"):
         is_asked = run(serve(spec, announce))
-    except ConfigError as error:
-        flag = f"--{error.field.replace('_', '-')}: " if error.field else ""
-        fix = f"\n  fix: {error.remedy}" if error.remedy else ""
-        raise click.UsageError(f"{flag}{error.message}{fix}") from error
-    except StartError as error:
-        click.echo(f"antiphon cache-server: {error.message}\n  fix: {error.remedy}", err=True)
-        sys.exit(1)
     if "nixl" in sys.modules:
         # Its libraries take seconds to unload; all that has to be closed is closed.
         logging.shutdown()
@@ -62,8 +57,20 @@ def cache_server(**params: Any) -> None:
         sys.exit(1)
 
 
-def _number(host: str) -> str:
-    return "127.0.0.1" if host == "localhost" else host
+def _listeners(spec: CacheServerSpec) -> list[Listener]:
+    found = [Listener("--port", spec.host, spec.port), Listener("--http-port", spec.http_host, spec.http_port)]
+    if spec.p2p_advertise_url is not None:
+        host, port = host_port_of(spec.p2p_advertise_url)
+        found.append(Listener("--p2p-advertise-url", spec.p2p_host or host, port))
+    return found
+
+
+def _secret_files(spec: CacheServerSpec) -> dict[str, str | None]:
+    """The files with secrets that the server reads, by the flag that names them."""
+    of_tiers = {
+        f"--l2 {tier.tier_name}, {option}": path for tier in spec.tiers for option, path in tier.secret_files.items()
+    }
+    return {"--cluster-secret-file": spec.cluster_secret_file, **of_tiers}
 
 
 server = cache_server

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from antiphon.cli.live_coordinator import ask_coordinator
 from antiphon.config.checks import Report, run_checks
 from antiphon.config.compile import Compiled, compile_all
 from antiphon.config.explain import nearest
@@ -198,7 +199,9 @@ def _spec_of_serve_file(path: Path, show_secrets: bool) -> tuple[str, list[objec
 @config.command(cls=SetCommand)
 @config_option
 @set_option
-@click.option("--live", is_flag=True, help="Try the running processes from this host: ports, health, versions, NIXL.")
+@click.option(
+    "--live", is_flag=True, help="Try what runs, from this host: ports, health, versions, NIXL, the coordinator."
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str) -> None:
     """Refuse, before anything starts, what cannot work. Exit 2 with every problem and its remedy.
@@ -224,7 +227,7 @@ def check(config_file: Path | None, sets: tuple[str, ...], live: bool, form: str
     if report.problems or not live:
         _report(name, compiled, report, form)
         sys.exit(2 if report.problems else 0)
-    rows = check_live(compiled)
+    rows = [*check_live(compiled), *ask_coordinator(compiled)]
     _print_rows(rows, form)
     sys.exit(0 if all(row.is_ok for row in rows) else 1)
 

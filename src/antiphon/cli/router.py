@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 from typing import Any
 
 import click
 
 from antiphon.cli.compiled import use_compiled
 from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
+from antiphon.cli.serving import (
+    Listener,
+    log_to_stderr,
+    raise_descriptor_limit,
+    refusals,
+    refuse_one_port_twice,
+    warn_of_open_files,
+)
 from antiphon.cli.vllm_router_flags import translate
 from antiphon.config.hosts import is_loopback
 from antiphon.config.router_notices import router_notices
 from antiphon.config.router_spec import RouterSpec
-from antiphon.core.errors import ConfigError, StartError
 from antiphon.transport.loop import run
 
 _NOTICES = "antiphon.vllm_router_flags"
@@ -41,17 +46,18 @@ def router(**params: Any) -> None:
     --decode http://10.0.0.2:8002 --host 0.0.0.0 --port 30000
     """
     spec = model_from_flags(RouterSpec, params)
+    refuse_one_port_twice(_listeners(spec))
     not_compiled = use_compiled()
     from antiphon.router.app import serve
 
-    logging.basicConfig(
-        level=spec.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr(spec.log_level)
     log = logging.getLogger("antiphon.router")
     if not_compiled is not None:
         log.info("running as Python: %s", not_compiled)
     for notice in click.get_current_context().meta[_NOTICES]:
         log.warning("%s", notice)
+    keys = {"--api-key-file": spec.api_key_file, "--worker-api-key-file": spec.worker_api_key_file}
+    warn_of_open_files(log, {**keys, "--admin-key-file": spec.admin_key_file})
     for each in router_notices(spec):
         log.warning("%s", each)
     if not is_loopback(spec.host) and spec.api_key_file is None and spec.tenants_file is None:
@@ -62,10 +68,7 @@ def router(**params: Any) -> None:
             "for this machine only" if spec.admin_key_file is None else "for who shows the admin key",
         )
 
-    # Each request in flight takes two descriptors; the usual soft limit of 1024 is far below what the system allows.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_descriptor_limit()
 
     def announce(port: int) -> None:
         log.info(
@@ -76,19 +79,16 @@ def router(**params: Any) -> None:
             port,
         )
 
-    try:
+    with refusals("router"):
         cut = run(serve(spec, announce))
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
-    except StartError as error:
-        click.echo(f"antiphon router: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        click.echo(
-            f"antiphon router: cannot listen on {spec.host}:{spec.port}: {error.strerror or error}\n"
-            "  fix: choose another --port, or stop what listens there",
-            err=True,
-        )
-        sys.exit(1)
     if cut:
         log.warning("stopped with %d requests cut", cut)
+
+
+def _listeners(spec: RouterSpec) -> list[Listener]:
+    found = [Listener("--port", spec.host, spec.port)]
+    first = spec.kv_events_port
+    if first is not None:  # one port for each rank, of which one may be the router's
+        port = spec.port if spec.port in range(first, first + spec.kv_events_ranks) else first
+        found.append(Listener("--kv-events-port", spec.kv_events_host, port))
+    return found

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from antiphon.cli.flags import FlagsCommand, model_from_flags, spec_options
+from antiphon.cli.serving import Listener, raise_descriptor_limit, refusals, refuse_one_port_twice
 from antiphon.config.simulated_spec import SimulatedSpec
-from antiphon.core.errors import StartError
 from antiphon.core.ids import new_incarnation
 from antiphon.engine.simulated.cache_kv import CacheOptions
 from antiphon.engine.simulated.kv_events import KvEventsOptions
@@ -68,8 +67,9 @@ def sim_engine(host: str, port: int, role: str, model_name: str, **rest: Any) ->
         kv_events=KvEventsOptions(*told) if told[0] else None,
         cache=CacheOptions(cache_port, chunk_size) if cache_port is not None else None,
     )
-    try:
+    refuse_one_port_twice(
+        (Listener("--port", host, port), Listener("--side-channel-port", side_channel_host, side_channel_port))
+    )
+    raise_descriptor_limit()
+    with refusals("sim-engine"):
         run(serve(options, click.echo))
-    except StartError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(1)

@@ -38,7 +38,7 @@ def host_port_of(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def address_of(host: str, port: int) -> str:
+def host_port_text(host: str, port: int) -> str:
     """``HOST:PORT``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -94,7 +94,7 @@ def interpreter_key(engine: Engine) -> InterpreterKey:
 def gather_facts(compiled: Compiled) -> HostFacts:
     """Look at this host for the sake of ``compiled``. Takes as long as the slowest interpreter needs to answer.
 
-    The tiers of each cache server are tried meanwhile, one server after the other.
+    The tiers of the cache servers are tried meanwhile, a few servers at once.
     """
     local_hosts = frozenset(host for host in {plan.host for plan in compiled.plans} if is_this_machine(host))
     engines = [engine for engine in compiled.engines if engine.spec.kind == "vllm" and engine.host in local_hosts]
@@ -216,3 +216,9 @@ def _key_file_notices(compiled: Compiled, local_hosts: frozenset[str]) -> Iterat
         text = shown_to_others(path)
         if text is not None:
             yield Notice(name, text)
+    if any(plan.role == "cache_server" and plan.host in local_hosts for plan in compiled.plans):
+        for number, tier in enumerate(compiled.spec.cache.tiers):
+            for option, path in tier.secret_files.items():
+                text = shown_to_others(path)
+                if text is not None:
+                    yield Notice(f"cache.l2[{number}]", f"{option}: {text}")

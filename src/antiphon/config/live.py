@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from antiphon.config.cluster import host_port_text
 from antiphon.config.compile import Compiled
 from antiphon.config.facts import interpreter_key, probe_interpreter
 from antiphon.config.hosts import WILDCARDS, host_and_port, is_this_machine
@@ -67,7 +68,8 @@ def _try_process(plan: ProcessPlan) -> tuple[list[LiveRow], str | None]:
     host, port = host_and_port(plan.base_url)
     for use, number in plan.ports.items():
         address = plan.addresses.get(use, host)
-        rows.append(_try_port(plan, use, host if address in WILDCARDS else address, number))
+        start = f"start {plan.name} on {plan.host} (antiphon config render --only {plan.name}), or look in its log"
+        rows.append(try_port(plan.name, use, (host if address in WILDCARDS else address, number), plan.host, start))
     if not rows[0].is_ok:
         return rows, None
     rows.append(_try_health(plan, host, port))
@@ -77,20 +79,29 @@ def _try_process(plan: ProcessPlan) -> tuple[list[LiveRow], str | None]:
     return rows, version
 
 
-def _try_port(plan: ProcessPlan, use: str, host: str, port: int) -> LiveRow:
-    target = f"{use.replace('_', ' ')} port {host}:{port}"
+def try_port(process: str, use: str, address: tuple[str, int], machine: str, start: str) -> LiveRow:
+    """Whether something listens.
+
+    Args:
+        process: whose port it is.
+        use: of the port, as a plan names it.
+        address: host and port.
+        machine: that the process runs on, as the spec names it.
+        start: what to do where nothing listens.
+    """
+    host, port = address
+    target = f"{use.replace('_', ' ')} port {host_port_text(host, port)}"
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S):
-            return LiveRow(plan.name, target, True, "open")
+        with socket.create_connection(address, timeout=CONNECT_TIMEOUT_S):
+            return LiveRow(process, target, True, "open")
     except ConnectionRefusedError:
-        fix = f"start {plan.name} on {plan.host} (antiphon config render --only {plan.name}), or look in its log"
-        return LiveRow(plan.name, target, False, "refused: nothing listens", fix)
+        return LiveRow(process, target, False, "refused: nothing listens", start)
     except TimeoutError:
-        fix = f"let TCP {port} of {host} through the firewall, and see that {plan.host} is up"
-        return LiveRow(plan.name, target, False, f"no answer in {CONNECT_TIMEOUT_S:g} s", fix)
+        fix = f"let TCP {port} of {host} through the firewall, and see that {machine} is up"
+        return LiveRow(process, target, False, f"no answer in {CONNECT_TIMEOUT_S:g} s", fix)
     except OSError as error:
         fix = f"correct the host name {host}, or the route to it"
-        return LiveRow(plan.name, target, False, error.strerror or str(error), fix)
+        return LiveRow(process, target, False, error.strerror or str(error), fix)
 
 
 def _try_health(plan: ProcessPlan, host: str, port: int) -> LiveRow:

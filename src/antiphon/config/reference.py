@@ -21,7 +21,8 @@ then the flags of `antiphon up`: each field below is a flag too (`--router.port 
 path, also one inside a mapping (`--set engine.args.seed=1`). A true/false field is a flag without a value:
 `--tracing.enabled` for true, `--tracing.no-enabled` for false.
 
-- `antiphon config check` refuses what cannot work before anything starts; `--live` tries running processes.
+- `antiphon config check` refuses what cannot work before anything starts; `--live` tries running processes, and asks a
+  coordinator that `cache.coordinator_url` names whether it takes the cluster secret.
 - `antiphon config render` prints the command line and environment of every process; values that look
   like secrets are masked unless `--show-secrets` is given.
 

@@ -10,12 +10,16 @@ import json
 import os
 import subprocess
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 from antiphon.config.compile import Compiled
 from antiphon.config.interpreters import PROBE_TIMEOUT_S, last_words, run_python
 from antiphon.config.plan import ProcessPlan
 
+AT_ONCE: Final = 4
+"""Children at a time: each imports what its tiers need, which takes a processor for most of a second."""
 _PROBE = """
 import json, sys
 from antiphon.storage.tiers import faults_of
@@ -34,14 +38,15 @@ class TierFault:
 
 
 def tier_faults(compiled: Compiled, local_hosts: Collection[str]) -> dict[str, tuple[TierFault, ...]]:
-    """The faults of the tiers of each cache server of this host that has some, by its name."""
-    found = {}
-    for plan in compiled.plans:
-        if plan.role == "cache_server" and plan.host in local_hosts and (tiers := _tiers_of(plan)):
-            faults = tuple(_faults(plan.argv[0], tiers))
-            if faults:
-                found[plan.name] = faults
-    return found
+    """The faults of the tiers of each cache server of this host that has some, by its name, in the order of the plans.
+
+    ``AT_ONCE`` servers are tried at a time.
+    """
+    servers = [plan for plan in compiled.plans if plan.role == "cache_server" and plan.host in local_hosts]
+    asked = [(plan.name, plan.argv[0], tiers) for plan in servers if (tiers := _tiers_of(plan))]
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        answers = pool.map(lambda each: tuple(_faults(each[1], each[2])), asked)
+        return {name: faults for (name, _, _), faults in zip(asked, answers, strict=True) if faults}
 
 
 def _tiers_of(plan: ProcessPlan) -> list[str]:

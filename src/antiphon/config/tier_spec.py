@@ -52,6 +52,7 @@ _OPTION_SCHEMES: Final[dict[str, tuple[str, ...]]] = {
     "chunk_gb_max": ("mooncake",),
 }
 """Options that not every kind of tier has."""
+_SECRET_FILES: Final = ("password_file", "credentials_file", "metadata_password_file", "metadata_key_file")
 
 
 class TierSpec(SpecModel):
@@ -232,6 +233,12 @@ class TierSpec(SpecModel):
             if name != "url" and getattr(self, name) != type(self).model_fields[name].default
         }
         return f"{self.url}?{urlencode(options, quote_via=quote)}" if options else self.url
+
+    @property
+    def secret_files(self) -> dict[str, str]:
+        """The files with secrets that it names, by option."""
+        paths = {name: getattr(self, name) for name in _SECRET_FILES}
+        return {name: path for name, path in paths.items() if path is not None}
 
     def read_metadata_password(self) -> str:
         """Of the user of etcd; empty where none is named.

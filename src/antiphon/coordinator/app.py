@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 from collections.abc import Callable
 
@@ -14,10 +13,9 @@ from antiphon.config.tracing_spec import otlp_of
 from antiphon.coordinator.admin import CoordinatorAdmin
 from antiphon.coordinator.directory import DirectoryOptions
 from antiphon.coordinator.server import Coordinator
-from antiphon.core.errors import StartError
 from antiphon.observe.process_tracing import page_of, process_name, traced
 from antiphon.observe.tracing import Tracing, options_of
-from antiphon.transport.listening import listen_tcp
+from antiphon.transport.listening import cannot_listen, listen_tcp
 
 log = logging.getLogger("antiphon.coordinator")
 
@@ -57,7 +55,8 @@ async def _serve(
         try:
             await admin.listen(spec.http_port)
         except OSError as error:
-            raise _taken(spec.http_host, spec.http_port, "--http-port", error) from error
+            flags = {"port_flag": "--http-port", "host_flag": "--http-host"}
+            raise cannot_listen(spec.http_host, spec.http_port, error, **flags) from error
         if tracing is not None:
             tracing.measure(page_of(loop, admin.page))
         try:
@@ -67,10 +66,3 @@ async def _serve(
             await admin.close()
     finally:
         await coordinator.close()
-
-
-def _taken(host: str, port: int, flag: str, error: OSError) -> StartError:
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    return StartError(
-        f"cannot listen on {host}:{port}: {reason}", remedy=f"choose another {flag}, or stop what listens there"
-    )

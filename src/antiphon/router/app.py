@@ -52,6 +52,7 @@ from antiphon.routing.placement import PlacementOptions, Placer
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
 from antiphon.transport.http.strand import Activity
+from antiphon.transport.listening import cannot_listen
 
 log = logging.getLogger("antiphon.router")
 
@@ -126,10 +127,13 @@ class Router:
         """Probe every engine once, listen, and go on probing; returns the port.
 
         Raises:
-            OSError: the address cannot be bound.
+            StartError: an address cannot be bound.
         """
         await asyncio.gather(*(self.engines.probe(endpoint) for endpoint in self.fleet.all()))
-        port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
+        try:
+            port = await self.server.listen(self.spec.host, self.spec.port, sock=sock)
+        except OSError as error:
+            raise cannot_listen(self.spec.host, self.spec.port, error) from error
         self._watch = asyncio.create_task(self.engines.watch())
         self.reports.start()
         if self.free_kv is not None:

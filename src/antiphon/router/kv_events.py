@@ -29,7 +29,7 @@ import zmq
 import zmq.asyncio
 
 from antiphon.config.kv_events import parse_topic
-from antiphon.core.errors import ProtocolError, StartError
+from antiphon.core.errors import ProtocolError
 from antiphon.protocol.kv_events import (
     BATCH_BYTES_MAX,
     END_OF_REPLAY,
@@ -45,6 +45,7 @@ from antiphon.routing.kv_chain import StoredBlocks
 from antiphon.routing.kv_index import KvIndex
 from antiphon.routing.kv_stream import NO_REPLAY, Advice, KvStream, StreamOptions
 from antiphon.routing.states import EndpointState
+from antiphon.transport.listening import cannot_listen
 
 log = logging.getLogger("antiphon.router")
 
@@ -177,10 +178,9 @@ class KvEvents:
                 socket.bind(f"tcp://{host}:{port or '*'}")
             except zmq.ZMQError as error:
                 self.close()
-                raise StartError(
-                    f"cannot listen for KV events on {host}:{port}: {error.strerror}",
-                    remedy="choose another port, or end who holds it",
-                ) from error
+                reason = OSError(error.errno, error.strerror)
+                flags = {"port_flag": "--kv-events-port", "host_flag": "--kv-events-host"}
+                raise cannot_listen(options.host, port, reason, what="for KV events ", **flags) from error
             endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
             assert isinstance(endpoint, bytes)
             self.ports.append(int(endpoint.rstrip(b"\0").rpartition(b":")[2]))

@@ -35,6 +35,7 @@ from antiphon.protocol.json import encode
 from antiphon.protocol.openai import JSON
 from antiphon.transport.http.message import HttpLimits, HttpRequest
 from antiphon.transport.http.server import HttpServer, Responder
+from antiphon.transport.listening import cannot_listen
 
 _JSON_HEADERS = [(b"content-type", JSON)]
 _STATUS_FAULTS = {
@@ -370,7 +371,11 @@ async def serve(options: ServerOptions, announce: Callable[[str], None]) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     http_socket = _bind(options.host, options.port)
-    side_socket = _bind(options.side_channel_host, options.side_channel_port)
+    try:
+        side_socket = _bind(options.side_channel_host, options.side_channel_port, "side-channel-")
+    except StartError:
+        http_socket.close()
+        raise
     server = SimulatedServer(options)
     try:
         # Until it is ready a real engine holds its port and refuses connections.
@@ -385,7 +390,8 @@ async def serve(options: ServerOptions, announce: Callable[[str], None]) -> None
     await server.http.drain(_STOP_TIMEOUT_S)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, flag: str = "") -> socket.socket:
+    """A socket for one of the two; ``flag`` is what its flags begin with."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -393,8 +399,6 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise StartError(
-            f"cannot listen on {host}:{port}: {error.strerror}", remedy="choose another port, or end who holds it"
-        ) from error
+        raise cannot_listen(host, port, error, port_flag=f"--{flag}port", host_flag=f"--{flag}host") from error
     sock.setblocking(False)
     return sock
