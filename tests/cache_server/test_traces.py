@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -191,6 +193,24 @@ async def test_a_bug_in_a_trace_ends_no_job_and_no_thread(part: str) -> None:
             assert (done.outcome, done.found) == (Outcome.DONE, (True,))
     finally:
         assert runner.close()
+
+
+async def test_the_threads_of_tiers_give_way() -> None:
+    policies: list[int] = []
+
+    class Telling(Store):
+        def contains(self, keys: tuple[TierKey, ...]) -> list[bool]:
+            policies.append(os.sched_getscheduler(threading.get_native_id()))
+            return [True] * len(keys)
+
+    ended: asyncio.Queue[TierDone] = asyncio.Queue()
+    runner = TierRunner([Telling()], [(1, 10)], None, ended.put_nowait)  # type: ignore[list-item,arg-type]
+    try:
+        runner.run(job(JobKind.ASK, key(1)))
+        await asyncio.wait_for(ended.get(), 10)
+    finally:
+        assert runner.close()
+    assert policies == [os.SCHED_BATCH]
 
 
 def test_a_job_says_how_it_ended() -> None:

@@ -27,6 +27,7 @@ from typing import Final
 from antiphon.cache.arena import RegionHandle
 from antiphon.cache.lending import Loan
 from antiphon.cache.tier_key import TierKey
+from antiphon.cache_server.giving_way import give_way
 from antiphon.core.quiet_log import QuietLog
 from antiphon.storage.arena import ArenaMapping
 from antiphon.storage.record import PayloadDigest
@@ -66,8 +67,8 @@ class Digests:
         self._num_ahead = 0
         self._is_closed = False
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, "antiphon-digest")
-        self._ahead = ThreadPoolExecutor(1, "antiphon-digest-ahead")
+        self._threads = ThreadPoolExecutor(THREADS, "antiphon-digest", initializer=give_way)
+        self._ahead = ThreadPoolExecutor(1, "antiphon-digest-ahead", initializer=give_way)
         self._quiet = QuietLog(log, num_lines=5)
 
     def known(self, loan: Loan) -> bytes | None:

@@ -22,6 +22,7 @@ from typing import Final
 from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
 from antiphon.cache.tier_key import TierKey
+from antiphon.cache_server.giving_way import give_way
 from antiphon.cache_server.traces import ServerTraces
 from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull, TierTimeout
 from antiphon.core.quiet_log import QuietLog
@@ -112,6 +113,7 @@ class TierRunner:
     # ---- the threads -------------------------------------------------------------------------------------------------
 
     def _serve(self, tier: _Tier) -> None:
+        give_way()
         while True:
             given = tier.jobs.get()
             if given is None:
