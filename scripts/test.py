@@ -305,8 +305,15 @@ class Run:
 
 
 def files_of(group: Group) -> list[Path]:
-    """The files and folders that it names; none: all."""
-    return [path for pattern in group.paths for path in sorted(ROOT.glob(pattern))]
+    """The files and folders that it names; none: all.
+
+    Raises:
+        SystemExit: a pattern that it names fits nothing.
+    """
+    found = {pattern: sorted(ROOT.glob(pattern)) for pattern in group.paths}
+    if missing := [pattern for pattern, paths in found.items() if not paths]:
+        raise SystemExit(f"the group {group.name} names what is not there: {', '.join(missing)}")
+    return [path for paths in found.values() for path in paths]
 
 
 def why_not_compiled() -> str | None:

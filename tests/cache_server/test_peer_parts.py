@@ -283,8 +283,18 @@ def test_those_who_were_slow_are_remembered_within_a_bound(monkeypatch: pytest.M
     monkeypatch.setattr(peer_pull, "PEERS_MAX", 3)
     where = Whereabouts()
     for number in range(9):
-        where.slow(Holder(f"peer {number}", "i", "host:1"), 0.0)
-    assert len(where._num_slow) == 3
+        where.slow(Holder(f"peer {number}", "i", "host:1"), 0.0, 0.0)
+    assert len(where._slow) == 3
+
+
+def test_reads_that_were_under_way_at_once_are_slow_once() -> None:
+    where = Whereabouts()
+    for number in range(SLOW_MAX - 1):
+        for late_s in (0.0, 0.001, 0.5):
+            where.slow(ONE, 10.0 * number + late_s, 10.0 * number + 2.0 + late_s)
+    assert where.breakers() == {}
+    where.slow(ONE, 100.0, 102.0)
+    assert "3 times in a row" in str(where.breakers()["one (i)"]["reason"])
 
 
 class Questions:

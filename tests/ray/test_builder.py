@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,20 @@ def test_code_and_packages_are_part_of_a_version(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(antiphon, "__path__", [*antiphon.__path__, str(tmp_path)])
     seen |= versions()
     assert len(seen) == 3
+
+
+def test_other_keys_are_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(inside, "is_built_from_file", lambda: True)
+    path = tmp_path / "key"
+    named: Change = ("antiphon.router", {"worker_api_key_file": str(path)})
+    seen = []
+    for text in ("a" * 32, "b" * 32):
+        path.write_text(text)
+        os.utime(path, ns=(len(seen), len(seen)))
+        seen += [versions(named), versions(named)]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert seen[0] != seen[2]
 
 
 def test_what_a_program_deploys_is_a_version_of_its_own() -> None:

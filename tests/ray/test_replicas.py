@@ -304,6 +304,29 @@ async def test_a_later_deployment_of_another_model_takes_the_place_of_the_earlie
         await replica.end()
 
 
+async def test_an_engine_that_a_deploy_has_kept_is_one_of_the_build_that_kept_it() -> None:
+    """A was deployed, then B with another model, then A again while engines of both run: Serve keeps those of A."""
+    replica, client = await router_of(replace(settings(SIMULATED), built_s=3.0, version="a"))
+    kept = [info("d1", url="http://127.0.0.1:11", version="a"), info("p1", "prefill", version="a")]
+    other = [info("d2", url="http://127.0.0.1:21"), info("p2", "prefill", url="http://127.0.0.1:22")]
+    for each in other:
+        each |= {"built_s": 2.0, "shape": {"model": "other"}, "version": "b"}
+    new = info("p3", "prefill", url="http://127.0.0.1:31", built_s=3.0, version="a")
+    try:
+        for each in other:
+            await replica.beat(each)
+        said = await replica.join(new, 1.0)
+        assert "until a decode engine" in said["waits"]
+        await replica.beat(kept[0])
+        assert (await replica.join(new, 1.0))["waits"] is None
+        for each in (*kept, *other):
+            await replica.beat(each)
+        await wait_until(lambda: not replica._leaving, "those of the other model have left")
+        assert client.known == {each["url"] for each in (*kept, new)}
+    finally:
+        await replica.end()
+
+
 async def test_a_router_on_loopback_takes_no_engine_of_another_node() -> None:
     """Its URL would be that of something else, or nothing, on the router's own node."""
     replica, client = await router_of(settings(SIMULATED))

@@ -10,7 +10,7 @@ Always true:
 - A peer that failed once is left alone until its breaker lets one call through, or until a new life of it joins.
 - What ends because this puller has no time left for it is a miss: it is no failure of the peer, and no other is tried.
 - A peer that was too slow ``SLOW_MAX`` times in a row, with nothing else in its way, has failed. A loan does not show
-  that it is better; a chunk that comes does.
+  that it is better; a chunk that comes does, and any answer that promises no bytes ends the trial.
 - Nobody is said to have sent wrong bytes but who kept the loan until they were there.
 - Holders that are remembered are few, and forgotten after ``ttl_s``.
 """
@@ -103,8 +103,8 @@ class Whereabouts:
         self._ttl_s = ttl_s
         self._holders: OrderedDict[bytes, tuple[float, tuple[Holder, ...]]] = OrderedDict()
         self._breakers: OrderedDict[tuple[str, str], Breaker] = OrderedDict()
-        self._num_slow: OrderedDict[tuple[str, str], int] = OrderedDict()
-        """Reads in a row for which a life of a peer was too slow."""
+        self._slow: OrderedDict[tuple[str, str], tuple[int, float]] = OrderedDict()
+        """Reads one after another for which a life of a peer was too slow, and when the last of them was over."""
         self.counts: Counter[str] = Counter()
 
     def located(self, key: bytes, holders: Sequence[Holder], now_s: float) -> None:
@@ -155,28 +155,36 @@ class Whereabouts:
         while len(self._breakers) > PEERS_MAX:
             self._breakers.popitem(last=False)
 
-    def slow(self, holder: Holder, now_s: float) -> None:
-        """A read was not over in time, and it is the holder's doing."""
-        num_slow = self._num_slow[holder.life] = self._num_slow.get(holder.life, 0) + 1
-        self._num_slow.move_to_end(holder.life)
-        while len(self._num_slow) > PEERS_MAX:
-            self._num_slow.popitem(last=False)
+    def slow(self, holder: Holder, began_s: float, now_s: float) -> None:
+        """A read that began at ``began_s`` was not over in time, and it is the holder's doing. Reads that were under
+        way at once count as one."""
+        num_slow, last_s = self._slow.get(holder.life, (0, float("-inf")))
+        if began_s < last_s:
+            return
+        num_slow += 1
+        self._slow[holder.life] = num_slow, now_s
+        self._slow.move_to_end(holder.life)
+        while len(self._slow) > PEERS_MAX:
+            self._slow.popitem(last=False)
         if num_slow >= SLOW_MAX:
-            self.failed(holder, now_s, f"its bytes did not come in time, {num_slow} reads in a row")
+            self.failed(holder, now_s, f"its bytes did not come in time, {num_slow} times in a row")
+
+    def _is_slow(self, holder: Holder) -> bool:
+        return self._slow.get(holder.life, (0, 0.0))[0] >= SLOW_MAX
 
     def lent(self, holder: Holder) -> None:
         """The holder has given a loan. Where it is left alone for being slow, that shows nothing yet."""
-        if self._num_slow.get(holder.life, 0) < SLOW_MAX:
+        if not self._is_slow(holder):
             self.answered(holder)
 
     def not_shown(self, holder: Holder, now_s: float) -> None:
         """Its bytes did not come in time, which says nothing of it: where it was slow, it may still be."""
-        if self._num_slow.get(holder.life, 0) >= SLOW_MAX:
+        if self._is_slow(holder):
             self.not_asked(holder, now_s)
 
     def came(self, holder: Holder) -> None:
         """The bytes of a chunk came in time."""
-        self._num_slow.pop(holder.life, None)
+        self._slow.pop(holder.life, None)
         self.answered(holder)
 
     def not_asked(self, holder: Holder, now_s: float) -> None:
@@ -241,6 +249,7 @@ def _pull_from(
         where.absent(holder, key)
         return None
     where.lent(holder)
+    began_s = clock()
     ended = yield ReadFrom(holder, loan)
     if isinstance(ended, AntiphonError):
         where.counts["failed"] += 1
@@ -250,7 +259,7 @@ def _pull_from(
     if isinstance(ended, NoTime | TooSlow):
         where.counts["late"] += 1
         if isinstance(ended, TooSlow):
-            where.slow(holder, clock())
+            where.slow(holder, began_s, clock())
         else:
             where.not_shown(holder, clock())
         yield GiveBack(holder, loan)

@@ -16,6 +16,8 @@ _GRACE_S = 0.5
 """A store ends its calls itself after its timeout; the plan waits a little longer for that."""
 _START_S = {"mooncake": 15.0}
 """What a kind of store has to start in the background, where it does: Mooncake's client gives its own start 10 s."""
+_FIRST_S = 2.0
+"""What every other has: imports, and a connection, on a machine where much starts at once."""
 
 
 def open_stores(specs: Sequence[TierSpec]) -> list[TierStore]:
@@ -54,7 +56,7 @@ def tiers_options(
             publishes_max=spec.publishes_max,
             timeout_s=spec.timeout_s + _GRACE_S,
             promotion_hits=spec.promotion_hits,
-            first_probe_s=_START_S.get(spec.kind, 0.0) + spec.timeout_s + _GRACE_S,
+            first_probe_s=_START_S.get(spec.kind, _FIRST_S) + spec.timeout_s + _GRACE_S,
         )
         for spec in specs
     )

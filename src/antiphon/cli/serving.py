@@ -1,7 +1,7 @@
 """What the verbs that run one server have in common, so that each says the same of the same thing.
 
-A server that is refused ends the command with status 2 and every flag named as it was typed; one that does not start
-ends it with status 1. Knows no server.
+A server that is refused ends the command with status 2 and names the flag that is to be changed, or the field of a file
+that a flag names; one that does not start ends it with status 1. Knows no server.
 """
 
 from __future__ import annotations

@@ -60,20 +60,18 @@ def build(pd_config: object) -> Application:
     for notice in dict.fromkeys(notices):
         sys.stderr.write(f"antiphon: notice: {notice}\n")
     settings = AppSettings.of(spec, found.pools, time.time())
-    keep = _keeper(settings, found)
+    if inside.is_built_from_file():
+        settings = replace(settings, version=version_of(settings, found.pools))
+    keep = _keeper(settings.version)
     router: Application = keep(_router(settings)).bind(settings)
     pools = [keep(_pool(settings, found.pools[pool])).bind(settings, pool, router) for pool in POOLS]
     ingress: Application = keep(_ingress(found.ingress)).bind(settings, router, *pools)
     return ingress
 
 
-def _keeper(settings: AppSettings, found: Mapped) -> Callable[[Any], Any]:
-    """What each deployment is passed through. Where Serve builds the application from a file, replicas are kept by a
-    deploy that changes nothing of what they are given."""
-    if not inside.is_built_from_file():
-        return lambda deployment: deployment
-    version = version_of(settings, found.pools)
-    return lambda deployment: inside.with_version(deployment, version)
+def _keeper(version: str) -> Callable[[Any], Any]:
+    """What each deployment is passed through: with a version, replicas are kept by a deploy that does not change it."""
+    return (lambda deployment: inside.with_version(deployment, version)) if version else (lambda deployment: deployment)
 
 
 def _machine() -> Machine:

@@ -115,6 +115,7 @@ class EngineReplica:
             "devices": list(place.devices),
             "shape": made.shape,
             "built_s": self._settings.built_s,
+            "version": self._settings.version,
         }
         self._router_address = where["address"]
         self._stats = StatsReader(made.plan.base_url)
@@ -206,7 +207,7 @@ class EngineReplica:
 
     def info(self) -> dict[str, Any]:
         """What this engine is: ``name``, ``role``, ``url``, ``engine_id``, ``incarnation``, ``side_channel``,
-        ``node_id``, ``pid``, ``log``, ``devices``, ``shape``, ``built_s``."""
+        ``node_id``, ``pid``, ``log``, ``devices``, ``shape``, ``built_s``, ``version``."""
         return self._info
 
     def record_replica_metadata(self) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class AppSettings:
     pools: dict[Pool, LifeSettings]
     built_s: float = 0.0
     """When it was built, by the wall clock: of two builds of one application the later one counts."""
+    version: str = ""
+    """Of what replicas are given, where Serve keeps those that run while it stays (``versions.py``); else empty."""
 
     @classmethod
     def of(cls, spec: Spec, pools: Mapping[Pool, ReplicaSettings], built_s: float = 0.0) -> Self:

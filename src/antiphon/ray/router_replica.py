@@ -40,7 +40,7 @@ class RouterReplica:
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._roster = Roster()
-        self._built_s = settings.built_s
+        self._built_s, self._version = settings.built_s, settings.version
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._leaving: set[str] = set()
         self._num: Counter[str] = Counter()
@@ -106,8 +106,14 @@ class RouterReplica:
         await self._hear(info)
         return self.where()
 
+    def _of_this_build(self, info: dict[str, Any]) -> dict[str, Any]:
+        """An engine that Serve has kept from an earlier build of the same version is one of this build."""
+        is_kept = bool(self._version) and info.get("version") == self._version
+        return info | {"built_s": self._built_s} if is_kept else info
+
     async def _hear(self, info: dict[str, Any]) -> Verdict:
         now_s = time.monotonic()
+        info = self._of_this_build(info)
         if not self._is_published and info["node_id"] != inside.node_id():
             return Verdict(misfit=f"it is on another node than the router, which listens on {self._address}")
         verdict = Verdict()
