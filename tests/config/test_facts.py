@@ -168,6 +168,21 @@ def test_a_cluster_secret_that_is_short_or_open_to_others(tmp_path: Path) -> Non
     assert (found.key_file_problems, found.key_file_notices) == ((), ())
 
 
+def test_keys_of_tenants_that_are_open_to_others(tmp_path: Path) -> None:
+    keys, tenants = tmp_path / "keys", tmp_path / "tenants.yaml"
+    keys.write_text("sk-of-search-0123456789\n")
+    keys.chmod(0o644)
+    tenants.write_text("tenants: [{name: search, api_key_files: [keys]}]\n")
+    compiled = compiled_from({"engine.device": "cpu", "router.tenants_file": str(tenants)})
+    found = facts.gather_facts(compiled)
+    assert found.tenants_problems == ()
+    (notice,) = found.key_file_notices
+    assert notice.field == "router.tenants_file"
+    assert notice.message.startswith(f"{keys} is open to other users of this host (mode 0644)")
+    keys.chmod(0o600)
+    assert facts.gather_facts(compiled).key_file_notices == ()
+
+
 def test_secrets_of_tiers_that_are_open_to_others(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("secret\n")

@@ -73,6 +73,16 @@ def test_what_a_file_says(folder: Path) -> None:
     assert KEY_A not in repr(table)
 
 
+def test_files_of_keys_that_others_can_read_are_told_once_each(folder: Path) -> None:
+    for name, mode in (("a.keys", 0o640), ("b.keys", 0o600)):
+        (folder / name).chmod(mode)
+    table = read(folder, {"tenants": [tenant("a", "a.keys"), tenant("b", "b.keys")]})
+    (text,) = table.open_files()
+    assert text.startswith(f"{folder / 'a.keys'} is open to other users of this host (mode 0640)")
+    (folder / "a.keys").chmod(0o600)
+    assert list(table.open_files()) == []
+
+
 def test_a_salt_of_its_own_is_the_same_everywhere_and_a_name_at_the_cache_server() -> None:
     assert auto_salt("search") == "tenant-c4aca0a95e5cd3d9862e4798", "routers must agree, of other versions too"
     assert auto_salt("search") != auto_salt("search2")

@@ -99,6 +99,7 @@ def gather_facts(compiled: Compiled) -> HostFacts:
     local_hosts = frozenset(host for host in {plan.host for plan in compiled.plans} if is_this_machine(host))
     engines = [engine for engine in compiled.engines if engine.spec.kind == "vllm" and engine.host in local_hosts]
     keys = list(dict.fromkeys(interpreter_key(engine) for engine in engines))
+    tenants_problems, tenants_notices = _tenants_said(compiled, local_hosts)
     with ThreadPoolExecutor(max_workers=4) as pool:
         answers = pool.map(probe_interpreter, keys)
         return HostFacts(
@@ -111,9 +112,9 @@ def gather_facts(compiled: Compiled) -> HostFacts:
             interpreters=dict(zip(keys, answers, strict=True)),
             model=model_facts(compiled.spec.model.path) if engines else ModelFacts(is_folder=True),
             key_file_problems=tuple(_key_file_problems(compiled, local_hosts)),
-            key_file_notices=tuple(_key_file_notices(compiled, local_hosts)),
+            key_file_notices=(*_key_file_notices(compiled, local_hosts), *tenants_notices),
             tier_faults=tier_faults(compiled, local_hosts),
-            tenants_problems=_tenants_problems(compiled, local_hosts),
+            tenants_problems=tenants_problems,
             mem_total_bytes=_mem_total_bytes(),
             runtime_dir=default_runtime_dir(),
         )
@@ -168,15 +169,16 @@ def _ports_in_use(compiled: Compiled, local_hosts: frozenset[str]) -> frozenset[
     return frozenset(port for host, port in bound if is_port_taken(host, port))
 
 
-def _tenants_problems(compiled: Compiled, local_hosts: frozenset[str]) -> tuple[Problem, ...]:
+def _tenants_said(compiled: Compiled, local_hosts: frozenset[str]) -> tuple[tuple[Problem, ...], tuple[Notice, ...]]:
+    """Of the file with the tenants, where a router of this host reads it."""
     path = compiled.spec.router.tenants_file
     if path is None or not any(plan.role == "router" and plan.host in local_hosts for plan in compiled.plans):
-        return ()
+        return (), ()
     try:
-        read_tenants(path)
+        table = read_tenants(path)
     except SpecError as error:
-        return error.problems
-    return ()
+        return error.problems, ()
+    return (), tuple(Notice("router.tenants_file", text) for text in table.open_files())
 
 
 def _key_files(compiled: Compiled, local_hosts: frozenset[str]) -> dict[str, tuple[str, Callable[[str, str], object]]]:

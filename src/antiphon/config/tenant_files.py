@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, Field, ValidationError
 
 from antiphon.config.explain import explain
-from antiphon.config.key_files import KEYS_MAX, read_keys
+from antiphon.config.key_files import KEYS_MAX, read_keys, shown_to_others
 from antiphon.config.model import SpecModel
 from antiphon.config.problems import Problem, SpecError
 from antiphon.config.router_spec import RouterSpec
@@ -146,11 +146,13 @@ class TenantEntry:
     Args:
         salt: of its KV; None: it has none.
         keys: of its clients; not shown where this is printed.
+        key_paths: the files that hold them.
     """
 
     spec: TenantSpec
     salt: str | None
     keys: tuple[bytes, ...] = field(repr=False)
+    key_paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,12 @@ class TenantTable:
 
     tenants: tuple[TenantEntry, ...]
     spec: TenantsSpec
+
+    def open_files(self) -> Iterator[str]:
+        """What to say of each file of keys that other users of this host could read."""
+        for path in dict.fromkeys(path for entry in self.tenants for path in entry.key_paths):
+            if (text := shown_to_others(path)) is not None:
+                yield text
 
 
 def refuse_both(router: RouterSpec) -> None:
@@ -245,14 +253,15 @@ def _entry(where: str, value: object, folder: Path, problems: list[Problem]) -> 
             message = f"is set without {limit}, so that it limits nothing"
             problems.append(Problem(f"{where}.{burst}", message, f"add {limit}, or remove it"))
     keys: dict[bytes, None] = {}
-    for number, name in enumerate(spec.api_key_files):
+    paths = tuple(str(folder / Path(name).expanduser()) for name in spec.api_key_files)
+    for number, path in enumerate(paths):
         place = f"{where}.api_key_files[{number}]"
         try:
-            keys.update(dict.fromkeys(read_keys(str(folder / Path(name).expanduser()), place)))
+            keys.update(dict.fromkeys(read_keys(path, place)))
         except ConfigError as error:
             problems.append(Problem(place, error.message, error.remedy or "name another file"))
     salt = auto_salt(spec.name) if spec.cache_salt == AUTO else spec.cache_salt
-    return TenantEntry(spec, None if salt == NONE else salt, tuple(keys))
+    return TenantEntry(spec, None if salt == NONE else salt, tuple(keys), paths)
 
 
 def _clashes(path: str, entries: list[tuple[int, TenantEntry]]) -> Iterator[Problem]:

@@ -95,6 +95,8 @@ class Router:
             self.where.learn if self.where is not None else None,
         )
         tenants = read_tenants(spec.tenants_file) if spec.tenants_file is not None else None
+        for text in tenants.open_files() if tenants is not None else ():
+            log.warning("--tenants-file: %s", text)
         self.cold = ColdAdmission(admission_options(spec)) if spec.kv_bytes_per_token else None
         self.free_kv = self._free_kv()
         self.tenants = admission(tenants) if tenants is not None else None
