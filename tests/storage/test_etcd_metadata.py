@@ -38,6 +38,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 Started = tuple[SecuredEtcd, EtcdAccess]
 
 
+PATIENCE_S = 10.0
+"""A password is checked slowly, by design; more so on a busy machine."""
+
+
 @pytest.fixture(scope="module")
 def start(
     tmp_path_factory: pytest.TempPathFactory, adopted: set[int], take_ports: Take, certificates: Certificates
@@ -64,7 +68,7 @@ def start(
                 ca_file=str(certificates.authority) if has_tls else "",
                 cert_file=certificate,
                 key_file=key,
-                timeout_s=1.0,
+                timeout_s=PATIENCE_S,
             )
             made[kind] = service, access
         return made[kind]
@@ -90,7 +94,7 @@ def serve() -> Iterator[Callable[[EtcdAccess], EtcdMetadata]]:
 def call(url: str, method: str = "GET", value: bytes | None = None, key: str = KEY) -> tuple[int, bytes]:
     request = urllib.request.Request(f"{url}?key={urllib.parse.quote(key, safe='')}", value, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=4 * PATIENCE_S) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -202,15 +206,15 @@ def test_a_value_that_is_cut_off_is_not_kept(
 
 def test_a_hung_etcd_costs_its_timeout(start: Callable[[str], Started], serve: Callable[..., EtcdMetadata]) -> None:
     service, access = start("user")
-    url = serve(access).url
+    hasty, patient = serve(replace(access, timeout_s=1.0)).url, serve(access).url
     service.hang()
     try:
         start_s = time.monotonic()
-        assert call(url)[0] == 503
-        assert 0.9 < time.monotonic() - start_s < 3.5
+        assert call(hasty)[0] == 503
+        assert 0.9 < time.monotonic() - start_s < PATIENCE_S
     finally:
         service.go_on()
-    assert call(url)[0] == 404
+    assert call(patient)[0] == 404
 
 
 def test_a_member_that_is_down_is_passed_by(
@@ -247,13 +251,13 @@ def test_what_is_too_long_is_refused(start: Callable[[str], Started], serve: Cal
 def test_clients_that_say_nothing_hold_it_up_for_a_moment_only(
     start: Callable[[str], Started], serve: Callable[..., EtcdMetadata]
 ) -> None:
-    url = serve(start("user")[1]).url
+    url = serve(replace(start("user")[1], timeout_s=3.0)).url
     parts = urllib.parse.urlsplit(url)
     silent = [socket.create_connection((parts.hostname, parts.port)) for _ in range(REQUESTS_MAX)]
     try:
         start_s = time.monotonic()
         assert call(url)[0] == 404
-        assert time.monotonic() - start_s < 3.0
+        assert time.monotonic() - start_s < PATIENCE_S
     finally:
         for client in silent:
             client.close()
