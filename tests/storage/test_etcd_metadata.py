@@ -251,7 +251,7 @@ def test_what_is_too_long_is_refused(start: Callable[[str], Started], serve: Cal
 def test_clients_that_say_nothing_hold_it_up_for_a_moment_only(
     start: Callable[[str], Started], serve: Callable[..., EtcdMetadata]
 ) -> None:
-    url = serve(replace(start("user")[1], timeout_s=3.0)).url
+    url = serve(replace(start("user")[1], timeout_s=2.0)).url
     parts = urllib.parse.urlsplit(url)
     silent = [socket.create_connection((parts.hostname, parts.port)) for _ in range(REQUESTS_MAX)]
     try:

@@ -200,7 +200,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(timeout=self.request_timeout_s):
+        # Longer than a client that says nothing can hold its place.
+        if not self._free.acquire(timeout=1.5 * self.request_timeout_s):
             self.shutdown_request(request)
             return
         try:
