@@ -263,7 +263,7 @@ class Run:
     def _group(self, group: Group) -> None:
         """Runs one group and prints its line, and its output where it failed."""
         log_path = self._folder / f"{group.title.replace(' ', '-')}.log"
-        failed_path = self._folder / f"{group.title.replace(' ', '-')}.failed"
+        failed_path = log_path.with_suffix(".failed")
         junit = None if group.command else self._folder / f"{group.name}.xml"
         command = [sys.executable, *group.command]
         if junit is not None:

@@ -82,14 +82,19 @@ def wait_registered(report: Report, *engines: Process) -> float:
         time.sleep(0.1)
     waited_s, is_met = time.monotonic() - began_s, all(engine.is_registered() for engine in engines)
     report.note("waited until the arena was registered, s", waited_s, f"{waited_s:.0f} s", is_met=is_met)
-    errors = [line for engine in engines for line in capture_errors(engine)]
-    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
+    note_capture_errors(report, *engines)
     return waited_s
 
 
 def capture_errors(engine: Process) -> list[str]:
     """Lines of its log that tell of an error of a stream that is capturing."""
     return [line for line in engine.log.read_text(errors="replace").splitlines() if CAPTURE.search(line)]
+
+
+def note_capture_errors(report: Report, *engines: Process) -> None:
+    """There must be none in their logs."""
+    errors = [line for engine in engines for line in capture_errors(engine)]
+    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
 
 
 def reset(port: int, query: str = "", timeout_s: float = 20.0) -> None:

@@ -26,9 +26,9 @@ from common import (
     ask,
     ask_top,
     at_once,
-    capture_errors,
     device_hits,
     external_hits,
+    note_capture_errors,
     num_stored,
     prompt,
     reset,
@@ -66,8 +66,7 @@ def run(stack: Stack, report: Report) -> None:
     log = engine.log.read_text(errors="replace")
     bad = [line for line in log.splitlines() if "antiphon" in line.lower() and ("ERROR" in line or "WARNING" in line)]
     report.note("errors and warnings of the connector", bad[:40], str(len(bad)))
-    errors = capture_errors(engine)
-    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
+    note_capture_errors(report, engine)
 
 
 def measure(report: Report, cache: Process, engine: Process) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from common import (
     CHUNK,
@@ -48,14 +49,7 @@ def measure(report: Report, cache: Process, port: int) -> None:
     wait_stored(cache, before + PAIRS * (LONG + SHORT) // CHUNK)
     reset(port)
     bodies = [tuple(stream_body(ids, 2) for ids in pair) for pair in pairs]
-    leave = threading.Event()
-    answers: list[Answer] = []
-    running = [stream_body(prompt(RUNNING_TOKENS, 7_500 + seed), RUNNING_NEW_TOKENS) for seed in range(RUNNING)]
-    threads = [threading.Thread(target=run_request, args=(port, body, leave, answers), daemon=True) for body in running]
-    for thread in threads:
-        thread.start()
-    try:
-        time.sleep(1.0)
+    with running(port, RUNNING_NEW_TOKENS) as answers:
         windows = {"nothing": timed(lambda: time.sleep(QUIET_S))}
         for body in bodies[0]:
             send(port, body)
@@ -65,12 +59,6 @@ def measure(report: Report, cache: Process, port: int) -> None:
         from_hbm, hits = external_hits(port) - hits, external_hits(port)
         windows["L1"] = timed(lambda: _ask(port, [bodies[(1 + n) % PAIRS] for n in range(REPEATS)], firsts["L1"]))
         from_l1 = external_hits(port) - hits
-    finally:
-        leave.set()
-    for thread in threads:
-        thread.join()
-    if len(answers) < RUNNING:
-        raise Failed(f"{len(answers)} of {RUNNING} running requests ended well")
     judge(report, answers, windows, firsts)
     share = from_l1 / (REPEATS * (LONG + SHORT))
     report.note("of the loaded prompts came from L1", [from_l1, from_hbm], f"{share:.2f}, of the others {from_hbm:.0f}")
@@ -83,7 +71,31 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return began_s, time.perf_counter()
 
 
-def run_request(port: int, body: bytes, leave: threading.Event, answers: list[Answer]) -> None:
+@contextmanager
+def running(port: int, num_new_tokens: int) -> Iterator[list[Answer]]:
+    """Requests that run while the block does, and leave with it; their answers are there afterwards.
+
+    Raises:
+        Failed: one did not end well.
+    """
+    leave = threading.Event()
+    answers: list[Answer] = []
+    bodies = [stream_body(prompt(RUNNING_TOKENS, 7_500 + seed), num_new_tokens) for seed in range(RUNNING)]
+    threads = [threading.Thread(target=_run, args=(port, body, leave, answers), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(1.0)
+        yield answers
+    finally:
+        leave.set()
+    for thread in threads:
+        thread.join()
+    if len(answers) < RUNNING:
+        raise Failed(f"{len(answers)} of {RUNNING} running requests ended well")
+
+
+def _run(port: int, body: bytes, leave: threading.Event, answers: list[Answer]) -> None:
     """One that runs until it is told to leave; in ``answers`` if it ended well."""
     try:
         answers.append(send(port, body, leave))

@@ -11,19 +11,8 @@ from __future__ import annotations
 import threading
 import time
 
-from common import (
-    KV_BYTES_PER_TOKEN,
-    Answer,
-    Report,
-    ask,
-    capture_errors,
-    median,
-    metric,
-    percentile,
-    prompt,
-    stream_body,
-)
-from overlap import gaps_ms, run_request
+from common import KV_BYTES_PER_TOKEN, Report, ask, median, metric, note_capture_errors, percentile, prompt
+from overlap import gaps_ms, running
 from processes import REGISTERED, Failed, Process, Stack, antiphon
 
 CACHE_PORT, PORT = 16_650, 18_650
@@ -38,7 +27,7 @@ MARKS = {
 LOADED_TIMEOUT_S, REGISTER_TIMEOUT_S = 90.0, 150.0
 LOOK_S = 0.005
 GATE_LIMIT_S = 1.0
-RUNNING, RUNNING_TOKENS, RUNNING_NEW_TOKENS = 8, 1_040, 15_000
+RUNNING_NEW_TOKENS = 15_000
 AFTER_S = 5.0
 CACHE_READY_S = 0.5
 """Before the gate at least: else the server was not there yet, and what is measured is how it came."""
@@ -109,8 +98,7 @@ def run(stack: Stack, report: Report) -> None:
         registering(report, marks, engine, ready_s)
     finally:
         marks.close()
-    errors = capture_errors(engine)
-    report.note("errors of a stream that is capturing", errors[:20], str(len(errors)), "= 0", not errors)
+    note_capture_errors(report, engine)
     engine.check()
 
 
@@ -134,25 +122,12 @@ def gate(report: Report, marks: Marks, cache: Process, served_s: float) -> None:
 def registering(report: Report, marks: Marks, engine: Process, ready_s: float) -> None:
     """Requests that run while the driver is told of the arena, and afterwards."""
     ask(PORT, prompt(300, 1), 4)
-    leave = threading.Event()
-    answers: list[Answer] = []
-    bodies = [stream_body(prompt(RUNNING_TOKENS, 7_500 + seed), RUNNING_NEW_TOKENS) for seed in range(RUNNING)]
-    threads = [threading.Thread(target=run_request, args=(PORT, body, leave, answers), daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    try:
-        time.sleep(1.0)
+    with running(PORT, RUNNING_NEW_TOKENS) as answers:
         began_s = time.perf_counter()
         is_told = marks.wait("registered", REGISTER_TIMEOUT_S)
         ended_s = max(began_s, marks.at_s.get("registered", time.perf_counter()))
         time.sleep(AFTER_S)
         windows = {"while it is registered": (began_s, ended_s), "afterwards": (ended_s, time.perf_counter())}
-    finally:
-        leave.set()
-    for thread in threads:
-        thread.join()
-    if len(answers) < RUNNING:
-        raise Failed(f"{len(answers)} of {RUNNING} running requests ended well")
     shown = f"{ended_s - marks.at_s['gate passed']:.1f} s after the gate, {ended_s - ready_s:.1f} s after ready"
     is_met = is_told and engine.is_registered()
     report.note("arena registered", [ended_s - marks.at_s["gate passed"], ended_s - ready_s], shown, is_met=is_met)

@@ -60,8 +60,10 @@ def bytes_of_another_layout_are_lent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lending, "is_meant", is_as_long)
 
 
-def bytes_are_committed_without_their_digest(patch: pytest.MonkeyPatch) -> None:
-    def believing(
+def _hears(patch: pytest.MonkeyPatch, heard: Callable[[Action, Ended], Ended]) -> None:
+    """Every pull takes ``heard`` of an action for how that ended."""
+
+    def mishearing(
         where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], float]
     ) -> Generator[Action, Ended, bool]:
         real = pull(where, key, wanted, clock)
@@ -71,26 +73,17 @@ def bytes_are_committed_without_their_digest(patch: pytest.MonkeyPatch) -> None:
                 action = real.send(ended)
             except StopIteration as stop:
                 return bool(stop.value)
-            ended = True if isinstance(action, Verify) else (yield action)
+            ended = heard(action, (yield action))
 
-    patch.setattr(peers_pulls, "pull", believing)
+    patch.setattr(peers_pulls, "pull", mishearing)
+
+
+def bytes_are_committed_without_their_digest(patch: pytest.MonkeyPatch) -> None:
+    _hears(patch, lambda action, ended: True if isinstance(action, Verify) else ended)
 
 
 def bytes_of_a_lost_loan_are_held_against_the_holder(patch: pytest.MonkeyPatch) -> None:
-    def accusing(
-        where: Whereabouts, key: bytes, wanted: Wanted, clock: Callable[[], float]
-    ) -> Generator[Action, Ended, bool]:
-        real = pull(where, key, wanted, clock)
-        ended: Ended = None
-        while True:
-            try:
-                action = real.send(ended)
-            except StopIteration as stop:
-                return bool(stop.value)
-            ended = yield action
-            ended = False if isinstance(ended, LoanEnded) else ended
-
-    patch.setattr(peers_pulls, "pull", accusing)
+    _hears(patch, lambda action, ended: False if isinstance(ended, LoanEnded) else ended)
 
 
 def lost_changes_are_not_told(patch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from antiphon.core.quiet_log import QuietLog
 from antiphon.observe.tracing import ActiveSpan
 from antiphon.protocol import peers as wire
 from antiphon.protocol.cluster_proof import Asker
+from antiphon.transport.loop import heed_cancel
 from antiphon.transport.peer_tcp import PeerStream
 
 log = logging.getLogger("antiphon.peers")
@@ -82,8 +83,6 @@ class Membership:
 
     async def run(self) -> None:
         """Stays a member until it is cancelled."""
-        task = asyncio.current_task()
-        assert task is not None
         retry_s = RETRY_MIN_S
         while True:
             num_joins = self.num_joins
@@ -94,8 +93,7 @@ class Membership:
                 self._lost.warning(self.reason, "no member of the cluster: %s", self.reason)
             self._session = None
             self.is_listed = False
-            if task.cancelling():  # a group of tasks that fails just then raises its errors instead
-                raise asyncio.CancelledError
+            heed_cancel()
             retry_s = RETRY_MIN_S if self.num_joins != num_joins else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
 

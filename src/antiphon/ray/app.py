@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,16 +62,16 @@ def build(pd_config: object) -> Application:
     settings = AppSettings.of(spec, found.pools, time.time())
     if inside.is_built_from_file():
         settings = replace(settings, version=version_of(settings, found.pools))
-    keep = _keeper(settings.version)
-    router: Application = keep(_router(settings)).bind(settings)
-    pools = [keep(_pool(settings, found.pools[pool])).bind(settings, pool, router) for pool in POOLS]
-    ingress: Application = keep(_ingress(found.ingress)).bind(settings, router, *pools)
+    version = settings.version
+    router: Application = _kept(_router(settings), version).bind(settings)
+    pools = [_kept(_pool(settings, found.pools[pool]), version).bind(settings, pool, router) for pool in POOLS]
+    ingress: Application = _kept(_ingress(found.ingress), version).bind(settings, router, *pools)
     return ingress
 
 
-def _keeper(version: str) -> Callable[[Any], Any]:
-    """What each deployment is passed through: with a version, replicas are kept by a deploy that does not change it."""
-    return (lambda deployment: inside.with_version(deployment, version)) if version else (lambda deployment: deployment)
+def _kept(deployment: Any, version: str) -> Any:
+    """With a version, a deploy that does not change it keeps the replicas that run."""
+    return inside.with_version(deployment, version) if version else deployment
 
 
 def _machine() -> Machine:

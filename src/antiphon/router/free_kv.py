@@ -23,6 +23,7 @@ from antiphon.routing.endpoint import Endpoint
 from antiphon.routing.fleet import Fleet
 from antiphon.transport.http.client import HttpPool, request_head
 from antiphon.transport.http.message import Fields
+from antiphon.transport.loop import heed_cancel
 
 log = logging.getLogger("antiphon.router")
 
@@ -108,15 +109,12 @@ class FreeKv:
                 group.create_task(ask_some())
 
     async def _ask_on(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             try:
                 await self.ask_all()
             except Exception:  # supervised: a bug here must not leave the last answers standing for ever
                 log.exception("asking engines for their free KV failed")
-            if task.cancelling():  # a group of tasks that fails just then raises its errors instead
-                raise asyncio.CancelledError
+            heed_cancel()
             await asyncio.sleep(self._options.interval_s * random.uniform(0.8, 1.2))
 
     async def _ask(self, endpoint: Endpoint) -> None:

@@ -30,9 +30,9 @@ RETRY_FIRST_S = 1.0
 RETRY_MAX_S = 60.0
 """Longest wait between two attempts to replace a watchdog; one that lived longer begins again without a wait."""
 KILLED_TIMEOUT_S = 10.0
+"""A process in an uninterruptible wait can outlive SIGKILL; it runs no code of its own any more."""
 STOP_TIMEOUT_S = watchdog.TERM_GRACE_S + watchdog.KILL_DEADLINE_S + 5.0
 """For a watchdog that has to end what is listed."""
-"""A process in an uninterruptible wait can outlive SIGKILL; it runs no code of its own any more."""
 
 
 class Guard:

@@ -17,6 +17,17 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def heed_cancel() -> None:
+    """For a task that goes on after errors of a group of tasks, which takes their place where a cancel comes with them.
+
+    Raises:
+        CancelledError: the current task was told to end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Waits until tasks that were cancelled have ended. A cancel of who waits is its own.
 
