@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import pytest
 
+from antiphon.cache.options import CacheOptions
 from antiphon.client import CacheClient, ClientOptions
 from antiphon.connector import cuda_pinning
 from antiphon.connector.cuda_layout import Span
@@ -551,3 +552,56 @@ def test_all_packages_are_pinned() -> None:
     packages = [line for line in lines if line and not line.startswith("#")]
     assert len(packages) > 70
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line) for line in packages)
+
+
+def test_what_many_requests_find_at_least_is_the_servers_cap_of_leases() -> None:
+    correct = load("correct")
+    options = CacheOptions(arena_bytes=int(correct.ARENA_GB * 1e9))
+    assert options.leased_bytes_max == correct.LEASED_GB * 1e9
+    chunk_bytes = correct.CHUNK * correct.KV_BYTES_PER_TOKEN
+    assert (correct.leasable(16) // correct.CHUNK + 16) * chunk_bytes <= options.leased_bytes_max
+    assert correct.leasable(16) > 300_000
+
+
+class Engines:
+    """A stack that starts nothing and remembers what was to be started."""
+
+    def __init__(self) -> None:
+        self.engines: list[tuple[str, tuple[str, ...], str]] = []
+
+    def cache_server(self, port: int, size_gb: float) -> None:
+        assert port > 0
+        assert size_gb > 0
+
+    def wait_ready(self, *_unused: object) -> None:
+        pass
+
+    def engine(self, name: str, _port: int, _transfer: object, *args: str, **environment: str) -> Engines:
+        self.engines.append((name, args, environment["CUDA_VISIBLE_DEVICES"]))
+        return self
+
+    def check_reuse(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("gpus", "places", "share"), [(1, "00", "0.4"), (2, "01", "0.6")])
+def test_a_pair_shares_one_gpu_where_there_is_no_other(
+    gpus: int, places: str, share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, common, stack = load("pair"), load("common"), Engines()
+    monkeypatch.setattr(pair, "need_gpus", lambda _number: None)
+    monkeypatch.setattr(pair, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(pair, "measure", lambda *_unused: None)
+    pair.run(stack, common.Report("pair-start", tmp_path), ("pd", "restart"))
+    assert [(name, gpu) for name, _, gpu in stack.engines] == list(zip("PD", places, strict=True))
+    assert all(args[args.index("--gpu-memory-utilization") + 1] == share for _, args, _ in stack.engines)
+
+
+@pytest.mark.parametrize("part", ["load", "flood"])
+def test_what_compares_gpus_needs_two(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, common, stack = load("pair"), load("common"), Engines()
+    monkeypatch.setattr(pair, "need_gpus", lambda _number: None)
+    monkeypatch.setattr(pair, "num_gpus", lambda: 1)
+    with pytest.raises(load("processes").Failed, match=f"{part} needs 2 GPUs, there is 1: --parts pd,restart run here"):
+        pair.run(stack, common.Report("pair-start", tmp_path), ("pd", part))
+    assert stack.engines == []
