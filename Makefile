@@ -68,7 +68,7 @@ soak: install-dev  ## SEEDS (10000) of each simulation, ABORTS (10000) at the ro
 	@$(ANTIPHON) bench cache
 	@$(ANTIPHON) bench router
 	@$(ANTIPHON) bench peers
-	@$(ANTIPHON) bench tiers
+	@"$(VENV)/bin/python" scripts/bench_tiers.py
 
 clean:  ## remove .venv and every cache in this folder (the demo model stays in your cache folder)
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

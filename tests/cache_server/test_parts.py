@@ -65,6 +65,21 @@ async def test_memory_is_taken_in_pieces_and_told_on_the_loop(arena: ArenaOwner)
     assert populating.is_alive, "complete is as good as alive"
 
 
+async def test_a_sandbox_that_lets_no_thread_give_way_costs_no_memory(
+    arena: ArenaOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_unused: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    told: list[int] = []
+    populating = Population(arena, told.append)
+    populating.start()
+    await until(lambda: len(told) == 3)
+    populating.stop()
+    assert populating.populated_bytes == arena.data_bytes
+
+
 async def test_a_shortage_stops_it_with_an_alarm_and_it_goes_on_after(
     arena: ArenaOwner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

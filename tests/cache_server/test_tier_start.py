@@ -12,7 +12,8 @@ import pytest
 
 from antiphon.cache_server import tier_setup
 from antiphon.cache_server.tier_setup import tiers_options
-from antiphon.config.tier_spec import parse_tier
+from antiphon.config.tier_spec import TierSpec, parse_tier
+from antiphon.core.errors import AntiphonError, ConfigError, TierUnavailable
 from antiphon.storage.memory_tier import MemoryTier
 from tests.cache_server.test_tiers import Served, fill, is_right, keys_of, onboard, serve
 
@@ -137,3 +138,31 @@ def test_a_store_that_starts_in_the_background_has_much_patience_and_others_a_li
     plan = tiers_options([parse_tier(url) for url in urls], 5.0)
     more_s = {tier.name: (tier.first_probe_s or 0.0) - tier.timeout_s for tier in plan.tiers}
     assert more_s == {"disk": 2.0, "redis": 2.0, "s3": 2.0, "mooncake": 15.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("cannot be read", field="password_file"), "password_file: cannot be read"),
+        (ConfigError("password_file is empty", field="password_file"), "password_file is empty"),
+        (TierUnavailable("it is away"), "it is away"),
+    ],
+)
+def test_what_is_wrong_in_a_tiers_url_is_said_of_the_flag_that_has_it(
+    error: AntiphonError, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option of the URL is no flag of the server."""
+    opened = MemoryTier("first", 1 << 20)
+    closed: list[str] = []
+    monkeypatch.setattr(opened, "close", lambda: closed.append("first"))
+
+    def fails_second(spec: TierSpec) -> MemoryTier:
+        if spec.kind == "memory":
+            return opened
+        raise error
+
+    monkeypatch.setattr(tier_setup, "open_tier", fails_second)
+    with pytest.raises(ConfigError, match=f"the tier near: {message}") as found:
+        tier_setup.open_stores([parse_tier("memory://?capacity_gb=0.1"), parse_tier("redis://127.0.0.1?name=near")])
+    assert found.value.field == "l2"
+    assert closed == ["first"]

@@ -95,6 +95,7 @@ def test_jobs_are_part_of_the_lookup_that_waits_for_them() -> None:
     assert traces.parent_of(job(JobKind.PUBLISH, key(1))) is None
     second = traces.begin(lookup())
     assert second is not None
+    assert traces.parent_of(job(JobKind.FETCH, key(1))) == first.context, "begun within the step of another lookup"
     traces.stepped()
     traces.waits(second, [key(2), key(3)])
     assert traces.parent_of(job(JobKind.FETCH, key(2))) == second.context

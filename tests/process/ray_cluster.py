@@ -52,28 +52,46 @@ class RayCallFailed(AssertionError):
 
 
 class RayCluster:
-    """A Ray of one node, and Serve on it."""
+    """A Ray of one node, and Serve on it.
 
-    def __init__(self, preexec: Callable[[], None], num_gpus: int = 0) -> None:
+    Args:
+        preexec: in the child, before it runs.
+        num_gpus: of which Ray is told.
+        address: of the node; other nodes may join one that is not loopback.
+        resources: what Ray is told that the node has besides.
+    """
+
+    def __init__(
+        self,
+        preexec: Callable[[], None],
+        num_gpus: int = 0,
+        *,
+        address: str = "127.0.0.1",
+        resources: dict[str, float] | None = None,
+    ) -> None:
         # Not below the folder of the test, whose name is too long for the path of a socket.
         self.folder = Path(tempfile.mkdtemp(prefix="ar-"))
         self.http_port = quiet_ports(1)
         self.call_timeout_s = CALL_TIMEOUT_S
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        if address == "127.0.0.1":
+            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         env |= {
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_worker_niceness": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "HOME": str(self.folder),
-            "PYTHONPATH": str(HOST.parents[2]),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(HOST.parents[2]), os.environ.get("PYTHONPATH")))),
         }
         options = {
             "num_cpus": NUM_CPUS,
             "num_gpus": num_gpus,
             "temp_dir": str(self.folder),
             "http_port": self.http_port,
+            "address": address,
+            "resources": resources or {},
         }
+        self.env = env
         self._log = self.folder / "host.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -88,6 +88,11 @@ def engines(app: str) -> dict[str, Any]:
     return found
 
 
+def gcs_address() -> str:
+    """Where another node joins this Ray."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def _function(name: str) -> Callable[..., Any]:
     module, colon, function = name.rpartition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function) if colon else globals()[name]
@@ -105,7 +110,8 @@ def main() -> int:
         log_to_driver=False,
         object_store_memory=80 << 20,
         _temp_dir=options["temp_dir"],
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=options["address"],
+        resources=options["resources"],
     )
     serve.start(http_options={"host": "127.0.0.1", "port": options["http_port"]})
     answers.write('{"result": "ready"}\n')

@@ -60,9 +60,23 @@ def test_engines_that_anybody_reaches_are_said(tmp_path: Path, capsys: pytest.Ca
     assert "worker_api_key_file: is missing" not in capsys.readouterr().err
 
 
-def test_servers_that_share_are_refused() -> None:
-    """Each node has one server, and nobody would start their coordinator."""
-    assert "their coordinator" in problems(("antiphon.cache", {"peers": True}))["antiphon.cache.peers"]
+def test_servers_that_share_need_a_secret_and_a_coordinator_that_all_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_pd_openai_app(pd_config(("antiphon.cache", {"peers": True})))
+    assert "antiphon.cache.peers: true, but the router is on loopback" in capsys.readouterr().err
+    build_pd_openai_app(pd_config(("antiphon.cache", {"peers": True, "shared": False})))
+    assert "antiphon.cache.peers: true: the cache servers of the nodes share" in capsys.readouterr().err
+    public: Change = (ROUTER, {"host": "0.0.0.0", "public_without_key": True})
+    found = problems(public, ("antiphon.cache", {"peers": True, "coordinator_url": "127.0.0.1:6655"}))
+    assert "copy it to every node" in found["antiphon.cache.cluster_secret_file"]
+    assert "its own node only" in found["antiphon.cache.coordinator_url"]
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    named = {"peers": True, "coordinator_url": "192.0.2.1:6655", "cluster_secret_file": str(secret)}
+    (own, *_) = deployed(build_pd_openai_app(pd_config(public, ("antiphon.cache", named))))["decode"].init_args
+    assert own.spec.cache.shared, "one server on each node"
+    assert "s" * 64 not in capsys.readouterr().err
 
 
 def test_an_engine_reserves_what_is_written() -> None:

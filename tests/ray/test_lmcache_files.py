@@ -44,6 +44,20 @@ def test_the_second_file_hands_over_through_the_cache_servers() -> None:
     assert any("between nodes nothing is handed over" in text for text in said.values())
 
 
+def test_with_peers_nodes_hand_over_to_each_other() -> None:
+    application = read_serve_file(DATA / "lmcache_nixl.yaml")
+    args = application.args.model_copy(update={"antiphon": {"cache": {"peers": True}}})
+    found = mapped(args, folder=application.folder, machine=LAPTOP)
+    assert (found.spec.handoff.kind, found.spec.cache.peers) == ("cache", True)
+    assert not any("between nodes nothing" in notice.message for notice in found.notices)
+
+
+def test_servers_that_ask_each_other_need_l1() -> None:
+    found = interpret({"enable_p2p": True, "local_cpu": False, "p2p_host": "localhost"}, "decode", "f")
+    assert found.values == {"cache.peers": True, "cache.enabled": True}
+    assert [notice.field for notice in found.notices] == ["f: p2p_host"]
+
+
 def test_the_third_file_hands_over_through_a_mooncake_store() -> None:
     found = meaning_of("lmcache_mooncake.yaml")
     assert found.spec.handoff.kind == "cache"

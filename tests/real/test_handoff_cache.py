@@ -3,7 +3,8 @@
 Goal: what a prefill engine has stored is loaded by the decode engine from its own cache server, which has it from the
 prefill engine's as a peer, or from a tier that both share; the decode engine computes less than a chunk; its answers
 are those of computing alone; the death of the prefill engine after its store changes nothing. Method: two engines in
-float32, a cache server for each on loopback, first as peers, then before one Valkey. The tests that kill come last.
+float32, a cache server for each on loopback, first as peers over NIXL, then before one Mooncake store whose metadata is
+in etcd and whose memory is a process of its own. The tests that kill come last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 from tests.real.deployment import wait_for
 from tests.real.reuse import BLOCK, CHUNK, CacheServerProcess, Engine, get, post, tokens
 from tests.router.stack import RouterProcess
-from tests.storage.servers import Valkey
+from tests.storage.servers import Etcd, MooncakeMaster, MooncakeMemory, Service
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.timeout(900)]
 
@@ -28,6 +29,12 @@ BLOCK_BYTES = BLOCK * 46_080  # of the demo model in float32
 KV_MEMORY_BYTES = 34 * BLOCK_BYTES
 TAIL = 19
 ASKED = {"antiphon_handoff": True}
+
+
+class Memory(MooncakeMemory):
+    """Room for what all tests hand over."""
+
+    SEGMENT_BYTES = 1 << 30
 
 
 class HandoffServer(CacheServerProcess):
@@ -63,6 +70,11 @@ class HandoffServer(CacheServerProcess):
         wait_for(lambda: get(f"{self.url}/readiness")[0] == 200, f"cache server {self._instance} is ready", 30.0)
 
 
+def _shares(server: HandoffServer) -> bool:
+    peers = server.status()["peers"]
+    return bool(peers["is_listed"]) and peers["nixl"] == "in use"
+
+
 class World:
     """Both engines, both servers, and what lies between the servers."""
 
@@ -72,7 +84,7 @@ class World:
         self._take = take
         self._model = model
         self._others: list[subprocess.Popen[bytes]] = []
-        self._valkey: Valkey | None = None
+        self._services: list[Service] = []
         self.servers: list[HandoffServer] = []
         self.engines: list[Engine] = []
         self.way = ""
@@ -82,7 +94,7 @@ class World:
 
     def start(self, way: str) -> None:
         self.way = way
-        flags = self._start_coordinator() if way == "peers" else self._start_valkey()
+        flags = self._start_coordinator() if way == "peers" else self._start_mooncake()
         for name in ("p", "d"):
             self.servers.append(HandoffServer(self.folder, name, flags, self._take(2), self.around))
             self.servers[-1].start()
@@ -96,7 +108,7 @@ class World:
             wait_for(server.has_engine, "the gate has passed", 10.0)
         if way == "peers":
             for server in self.servers:
-                wait_for(lambda server=server: server.status()["peers"]["is_listed"], "it shares", 30.0)  # type: ignore[misc]
+                wait_for(lambda server=server: _shares(server), "it shares", 30.0)  # type: ignore[misc]
 
     def _start_coordinator(self) -> tuple[str, ...]:
         port, http_port = self._take(2)
@@ -109,10 +121,24 @@ class World:
         wait_for(lambda: get(f"http://127.0.0.1:{http_port}/healthz")[0] == 200, "the coordinator is ready", 30.0)
         return ("--coordinator-url", f"127.0.0.1:{port}", "--p2p-advertise-url", "127.0.0.1:0")
 
-    def _start_valkey(self) -> tuple[str, ...]:
-        self._valkey = Valkey(self.folder / "valkey", self.around[1], self._take)
-        self._valkey.start()
-        return ("--l2", f"redis://127.0.0.1:{self._valkey.port}/0")
+    def _start_mooncake(self) -> tuple[str, ...]:
+        etcd = Etcd(self.folder / "etcd", self.around[1], self._take)
+        master = MooncakeMaster(self.folder / "master", self.around[1], self._take, has_http_metadata=False)
+        metadata = f"etcd://127.0.0.1:{etcd.port}"
+        memory = Memory(self.folder / "memory", self.around[1], self._take, master, metadata)
+        for service in (etcd, master, memory):
+            self._services.append(service)
+            service.start()
+        return ("--l2", f"mooncake://{master.address}?metadata={metadata}&chunk_gb_max=0.02&timeout_s=10")
+
+    def num_fetched(self, server: HandoffServer) -> int:
+        """Chunks that the server has taken from the other one, over NIXL, or from the tier."""
+        found = server.status()
+        if self.way == "peers":
+            assert found["peers"]["counts"]["nixl_reads"] >= found["peers"]["counts"]["pulled"]
+            return int(found["peers"]["counts"]["pulled"])
+        (tier,) = (each for each in found["storage_manager"]["l2_tiers"] if each["name"] == "mooncake")
+        return int(tier["fetches"]["hit"])
 
     @property
     def prefill(self) -> Engine:
@@ -139,11 +165,11 @@ class World:
             process.kill()
             process.wait(20)
             self.around[1].discard(process.pid)
-        if self._valkey is not None:
-            self._valkey.kill()
+        for service in reversed(self._services):
+            service.kill()
 
 
-@pytest.fixture(scope="module", params=["peers", "valkey"])
+@pytest.fixture(scope="module", params=["peers", "mooncake"])
 def world(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -168,9 +194,11 @@ def test_the_decode_engine_computes_less_than_a_chunk_and_says_the_same(world: W
     alone = world.decode.complete(prompt, cache_salt="alone")
     params = world.prefilled(prompt)
     assert set(params) == {"antiphon_handoff"}
+    before = world.num_fetched(world.servers[1])
     handed = world.decode.complete(prompt, kv_transfer_params=params)
     assert handed.text == alone.text
     assert (handed.source("remote_prefill"), handed.source("computed")) == (num_chunks * CHUNK, TAIL)
+    assert world.num_fetched(world.servers[1]) == before + num_chunks
 
 
 def test_a_prompt_of_less_than_a_chunk_is_not_handed_over(world: World) -> None:

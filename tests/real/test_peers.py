@@ -110,13 +110,19 @@ class SharingDeployment(Deployment):
         (tier,) = [tier for tier in self.server(pool)["storage_manager"]["l2_tiers"] if tier["name"] == "disk"]
         return int(tier["total_object_count"])
 
-    @contextlib.contextmanager
-    def alone(self, pool: str) -> Iterator[RouterProcess]:
+    def alone(self, pool: str) -> contextlib.AbstractContextManager[RouterProcess]:
         """A router that has the pool's engine only."""
+        return self.router(f"{pool}-alone", "--decode", self.engine_urls[pool], pools=(pool,))
+
+    @contextlib.contextmanager
+    def router(self, name: str, *flags: str, pools: tuple[str, ...]) -> Iterator[RouterProcess]:
+        """A further router, with the cache servers of ``pools``, and, where they are both, their engines."""
         port = quiet_ports(1)
-        command = [sys.executable, "-m", "antiphon", "router", "--port", str(port), "--decode", self.engine_urls[pool]]
-        command += ["--cache-server", self.server_urls[pool]]
-        log_path = self.output.with_name(f"{pool}-alone.log")
+        command = [sys.executable, "-m", "antiphon", "router", "--port", str(port), *flags]
+        for pool in pools:
+            command += ["--cache-server", self.server_urls[pool]]
+            command += [f"--{pool}", self.engine_urls[pool]] if len(pools) > 1 else []
+        log_path = self.output.with_name(f"{name}.log")
         with log_path.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=self._preexec)
         try:
@@ -126,7 +132,7 @@ class SharingDeployment(Deployment):
                 assert process.poll() is None, log_path.read_text()
                 return self.get("/readiness", router.url)[0] == 200
 
-            wait_for(is_ready, f"the router before the {pool} engine is ready", SETTLE_S)
+            wait_for(is_ready, f"the router {name} is ready", SETTLE_S)
             yield router
         finally:
             process.send_signal(signal.SIGTERM)
@@ -221,6 +227,25 @@ def test_a_hand_over_of_what_decode_has_seen(sharing: SharingDeployment, alone: 
     assert receipt["tokens"]["prefill"]["peer"] == 2 * CHUNK
     check(receipt, "peer", 2 * CHUNK)
     assert again == text
+
+
+def test_the_hand_over_through_the_cache_gives_the_answers_of_nixls(
+    sharing: SharingDeployment, alone: dict[str, RouterProcess]
+) -> None:
+    """The same two engines behind two routers: one hands over by NIXL between the engines, the other by the servers,
+    which pull over NIXL. Each prompt is computed by the prefill engine for each of them: the salts differ."""
+    with sharing.router("handoff-cache", "--handoff", "cache", pools=POOLS) as by_cache:
+        for number in range(3):
+            prompt = tokens((number + 1) * CHUNK + TAIL, 5200 + number)
+            before = sharing.server("decode")["peers"]["counts"]["nixl_reads"]
+            through_cache, receipt = by_cache.ask(prompt, cache_salt="by cache")
+            assert (receipt["path"], receipt["handoff"]) == ("pd", "cache")
+            assert receipt["tokens"]["decode"]["computed"] == TAIL
+            assert sharing.server("decode")["peers"]["counts"]["nixl_reads"] > before
+            by_nixl, receipt = RouterProcess(sharing.url).ask(prompt, cache_salt="by nixl")
+            assert (receipt["path"], receipt["handoff"]) == ("pd", "nixl")
+            assert receipt["tokens"]["by_source"]["computed"] == len(prompt)
+            assert through_cache == by_nixl
 
 
 @pytest.mark.skipif(not HAS_ROTEL, reason="needs rotel")

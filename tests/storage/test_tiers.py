@@ -14,7 +14,7 @@ from antiphon.storage.memory_tier import MemoryTier
 from antiphon.storage.mooncake_tier import MooncakeTier
 from antiphon.storage.redis_tier import RedisTier
 from antiphon.storage.s3_tier import S3Tier
-from antiphon.storage.tiers import mooncake_metadata, open_tier
+from antiphon.storage.tiers import faults_of, mooncake_metadata, open_tier, try_tier
 
 GOOD = [
     "disk:///var/kv?capacity_gb=10",
@@ -175,6 +175,18 @@ def test_secrets_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             open_tier(parse_tier(text))
+
+
+def test_a_local_host_of_another_machine_is_refused_and_named() -> None:
+    text = "mooncake://127.0.0.1:1?local_host=203.0.113.7"
+    for call in (open_tier, try_tier):
+        with pytest.raises(ConfigError, match=r"local_host '203\.0\.113\.7' is no address of this machine") as caught:
+            call(parse_tier(text))
+        assert caught.value.field == "local_host"
+    ((found, message, remedy),) = faults_of(["mooncake://127.0.0.1:1?name=near&local_host=127.0.0.1", text])
+    assert found == text
+    assert message.startswith("the tier mooncake: local_host ")
+    assert remedy.startswith("write in local_host the address of this machine")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -73,7 +74,8 @@ class Population:
         return self._thread.is_alive() or self.populated_bytes == self._arena.data_bytes
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        with contextlib.suppress(PermissionError):  # a sandbox may forbid it; then it does not give way
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         total_bytes = self._arena.data_bytes
         began_s = told_s = time.monotonic()
         while self.populated_bytes < total_bytes and not self._stopping.is_set():

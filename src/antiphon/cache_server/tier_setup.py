@@ -32,9 +32,11 @@ def open_stores(specs: Sequence[TierSpec]) -> list[TierStore]:
     except AntiphonError as error:
         for store in stores:
             store.close()
-        if isinstance(error, TierError):
+        if isinstance(error, TierError | ConfigError):
             name = specs[len(stores)].tier_name
-            raise ConfigError(f"the tier {name}: {error.message}", field="l2", remedy=error.remedy) from error
+            is_told = error.field in (None, "l2") or error.field in error.message
+            option = "" if is_told else f"{error.field}: "  # of the tier's URL, and no flag of its own
+            raise ConfigError(f"the tier {name}: {option}{error.message}", field="l2", remedy=error.remedy) from error
         raise
     return stores
 

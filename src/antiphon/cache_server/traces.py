@@ -184,7 +184,8 @@ class ServerTraces(_Supervised):
         """The lookup that a job which begins now is for; None where that is not traced, or it is for none."""
         if job.kind not in (JobKind.FETCH, JobKind.ASK):
             return None
-        trace = self._now or next((self._waiting[key] for key in job.keys if key in self._waiting), None)
+        waiting = next((self._waiting[key] for key in job.keys if key in self._waiting), None)
+        trace = waiting or self._now  # a step may begin what another lookup waits for
         if trace is None:
             return None
         if job.kind is JobKind.ASK:

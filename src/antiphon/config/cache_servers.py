@@ -1,7 +1,8 @@
 """Which cache servers a deployment has, where each runs and with what; and the command line of each.
 
-Pure: the machine is an argument. Invariants: instance names and process names are unique in the deployment; the ports
-of the servers of one host count up; an engine has at most one server, on its own host.
+Pure: the machine is an argument; only ``with_local_hosts`` looks at this one. Invariants: instance names and process
+names are unique in the deployment; the ports of the servers of one host count up; an engine has at most one server, on
+its own host.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.config.cache_server_spec import GB
-from antiphon.config.hosts import http_url
+from antiphon.config.hosts import WILDCARDS, http_url, is_loopback, is_this_machine
 from antiphon.config.plan import ProcessPlan
 from antiphon.config.problems import Notice
 from antiphon.config.resolve import PROCESS_BYTES_PER_ENGINE, Engine, Machine
@@ -58,6 +59,8 @@ class CacheServer:
     """For other cache servers, where they share."""
     l1_size_bytes: int
     chunk_size_tokens: int
+    store_host: str | None
+    """Its ``local_host`` in a Mooncake store, where there are servers on several hosts; None: as the tier says."""
 
     def serves(self, engine: Engine) -> bool:
         """Whether it is the server of ``engine``."""
@@ -71,6 +74,7 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
     for engine in engines:
         if engine.pool in pools:
             places[(None if spec.cache.shared else engine.pool, engine.host)] = None
+    has_hosts = len({host for _, host in places}) > 1
     num_hosts = Counter(group for group, _ in places)
     num_on_host = Counter(host for _, host in places)
     on_host: Counter[str] = Counter()
@@ -91,6 +95,7 @@ def place_cache_servers(spec: Spec, engines: list[Engine], machine: Machine) -> 
             peer_port=spec.cache.peer_port + on_host[host],
             l1_size_bytes=size,
             chunk_size_tokens=spec.cache.chunk_size_tokens,
+            store_host=host if has_hosts and not is_loopback(host) else None,
         )
         servers.append(server)
         on_host[host] += 1
@@ -155,6 +160,11 @@ def cache_notices(spec: Spec, engines: list[Engine], servers: list[CacheServer])
             if spec.pool(pool).kind == "vllm" and not _asks(spec, pool):
                 text = f"names no {CACHE_CONNECTOR}: the {pool} engines reuse no KV of earlier requests"
                 notices.append(Notice(f"{pool}.kv_transfer_config", text))
+    hosts = {server.store_host for server in servers} - {None}
+    for tier in spec.cache.tiers:
+        if hosts and tier.kind == "mooncake" and "local_host" in tier.model_fields_set:
+            text = f"local_host {tier.local_host} is one machine's: each cache server has the address of its own host"
+            notices.append(Notice("cache.l2", f"{text}, as prefill.hosts and decode.hosts name it"))
     if spec.cache.l1_size_bytes is None:
         for size in dict.fromkeys(server.l1_size_bytes for server in servers):
             text = f"{format_bytes(size)} for each cache server: a share of the memory that the engines leave"
@@ -176,7 +186,7 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
         *(("--quota", f"{tenant_named(tenant)}={_gb_text(size)}") for tenant, size in cache.quota_bytes.items()),
     ]
     if cache.l2:
-        optional += [("--l2", _own_tier(tier, server.instance)) for tier in cache.tiers]
+        optional += [("--l2", _own_tier(tier, server)) for tier in cache.tiers]
         optional.append(("--onboard-max-s", repr(cache.onboard_max_s)))
     for flag, value in optional:
         if value is not None:
@@ -195,10 +205,41 @@ def cache_server_plan(server: CacheServer, spec: Spec) -> ProcessPlan:
     )
 
 
-def _own_tier(tier: TierSpec, instance: str) -> str:
-    """The tier as one server uses it: a folder belongs to one server."""
+def with_local_hosts(spec: Spec, address: str) -> Spec:
+    """``spec`` for the cache server of this machine, where each machine compiles for itself and knows no other.
+
+    The ``local_host`` of a Mooncake store is ``address`` where what is written is another machine's, or is loopback,
+    at which the other nodes of the store reach nothing.
+
+    Args:
+        address: at which other machines reach this one; with loopback nothing is changed.
+    """
+    if is_loopback(address):
+        return spec
+    texts = [
+        _at(tier, address).text() if tier.kind == "mooncake" and not _is_reached(tier.local_host) else text
+        for text, tier in zip(spec.cache.l2, spec.cache.tiers, strict=True)
+    ]
+    if texts == spec.cache.l2:
+        return spec
+    return spec.model_copy(update={"cache": spec.cache.model_copy(update={"l2": texts})})
+
+
+def _is_reached(host: str) -> bool:
+    """Whether ``host`` is this machine, for other machines too."""
+    return is_this_machine(host) and not is_loopback(host) and host not in WILDCARDS
+
+
+def _at(tier: TierSpec, host: str) -> TierSpec:
+    return tier.model_copy(update={"local_host": host})
+
+
+def _own_tier(tier: TierSpec, server: CacheServer) -> str:
+    """The tier as one server uses it: a folder belongs to one server, an address in a Mooncake store to one host."""
     if tier.kind == "disk":
-        tier = tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{instance}"})
+        tier = tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{server.instance}"})
+    if tier.kind == "mooncake" and server.store_host is not None:
+        tier = _at(tier, server.store_host)
     return tier.text()
 
 

@@ -51,18 +51,22 @@ def coordinator_plans(spec: Spec, servers: list[CacheServer]) -> list[ProcessPla
     cache = spec.cache
     if not are_peers(spec, servers) or cache.coordinator_url is not None:
         return []
-    host = _reached_at(servers[0])
-    bind = _listens_on(host)
+    return [coordinator_plan(spec, servers[0].host, _listens_on(_reached_at(servers[0])))]
+
+
+def coordinator_plan(spec: Spec, host: str, bind: str) -> ProcessPlan:
+    """The process of a coordinator on ``host``, which listens for cache servers at ``bind``."""
+    cache = spec.cache
     argv = [sys.executable, "-m", "antiphon", "coordinator", "--host", bind, "--port", str(cache.coordinator_port)]
     argv += ["--http-host", cache.host, "--http-port", str(cache.coordinator_http_port)]
     if cache.runtime_dir is not None:
         argv += ["--runtime-dir", cache.runtime_dir]
     argv += spec.tracing.flags()
-    plan = ProcessPlan(
+    return ProcessPlan(
         name=COORDINATOR_NAME,
         role="coordinator",
         kind="coordinator",
-        host=servers[0].host,
+        host=host,
         argv=(*argv, *_secret_flags(spec)),
         ports={"http": cache.coordinator_http_port, "calls": cache.coordinator_port},
         base_url=http_url(cache.host, cache.coordinator_http_port),
@@ -70,7 +74,6 @@ def coordinator_plans(spec: Spec, servers: list[CacheServer]) -> list[ProcessPla
         bind=cache.host,
         addresses={"calls": bind},
     )
-    return [plan]
 
 
 def peer_notices(spec: Spec, servers: list[CacheServer]) -> Iterator[Notice]:

@@ -143,7 +143,8 @@ class TierSpec(SpecModel):
     local_host: str = Field(
         default="127.0.0.1",
         min_length=1,
-        description="Mooncake: address of this machine for the other nodes of the store.",
+        description="Mooncake: address of this machine for the other nodes of the store. In a deployment on several "
+        "hosts each cache server has the address of its own host instead.",
     )
     segment_gb: float = Field(
         default=0.0, ge=0, le=16_384, description="Mooncake: GB of this machine's memory given to the store."

@@ -28,6 +28,7 @@ from antiphon.ray import inside
 from antiphon.ray.engine_replica import LEAVE_MARGIN_S, EngineReplica
 from antiphon.ray.ingress import Ingress
 from antiphon.ray.mapping import Mapped, mapped
+from antiphon.ray.peers import peers_notices, peers_problems
 from antiphon.ray.plans import AppSettings
 from antiphon.ray.router_replica import RouterReplica
 from antiphon.ray.scaling import ReplicaSettings
@@ -95,13 +96,12 @@ def _checked(found: Mapped) -> list[Notice]:
     for check in (check_owned, check_handoff, check_pools_agree, check_router):
         findings += check(compiled, nothing)
     findings += _unreachable(found.spec.router)
-    if found.spec.cache.peers:
-        message = "cache servers on Ray do not share what they hold in this version: nobody starts their coordinator"
-        findings.append(Problem("cache.peers", message, "leave it out"))
+    findings += peers_problems(found.spec, compiled.servers)
     problems = [each for each in findings if isinstance(each, Problem)]
     if problems:
         raise SpecError([replace(each, field=f"antiphon.{each.field}") for each in dict.fromkeys(problems)])
-    return [*(each for each in findings if isinstance(each, Notice)), *_open_engines(found.spec.router)]
+    notices = [each for each in findings if isinstance(each, Notice)]
+    return [*notices, *peers_notices(found.spec, compiled.servers), *_open_engines(found.spec.router)]
 
 
 def _unreachable(router: RouterSpec) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from antiphon.ray.autoscaling import RUNNING, WAITING
 from antiphon.ray.cache_actor import CacheLease
 from antiphon.ray.engine_stats import StatsReader
 from antiphon.ray.holder import Holder, HolderOptions
+from antiphon.ray.peers import check_secret_here, coordinator_url, starts_coordinator
 from antiphon.ray.plans import LOOPBACK, AppSettings, EnginePlace, engine_plan, spec_name
 from antiphon.ray.ports import PortClaims
 from antiphon.ray.replica import Tasks, check_holder, end_replica, within
@@ -92,6 +93,7 @@ class EngineReplica:
         made = engine_plan(self._settings, pool, place, this_machine())
         folder = inside.log_dir() / spec_name(self._app)
         if made.server_plan is not None:
+            check_secret_here(spec)
             self._cache = CacheLease(self._app, self._name, made.server_plan, folder, self._settings.built_s)
             await self._cache.take()
         options = HolderOptions(
@@ -166,6 +168,7 @@ class EngineReplica:
             kv_replay_port=self._claims.take(address, pool.kv_replay_port, width),
             router_host=router_host,
             devices=inside.gpus(),
+            coordinator_url=coordinator_url(self._settings.spec, router_host),
         )
 
     async def _join(self) -> None:
@@ -285,7 +288,7 @@ class EngineReplica:
 
     def _check_moved(self, where: dict[str, Any]) -> None:
         """A router that starts again may do so on another node. One on loopback reaches its own node only; and an
-        engine is told at its start where its KV events go."""
+        engine is told at its start where its KV events go, a cache server where its coordinator is."""
         if not self._settings.is_published and where["node_id"] != inside.node_id():
             end_replica("would not be reached any more: the router is on another node now, and on loopback")
         if where["address"] == self._router_address:
@@ -296,6 +299,12 @@ class EngineReplica:
                 f"notice: the router is at {self._router_address} now, and does not hear of the KV of {self._name}, "
                 "which tells it to where the router was; deploy the application again, or end this replica, which is "
                 "replaced"
+            )
+        if self._cache is not None and starts_coordinator(self._settings.spec):
+            self._say(
+                f"notice: the coordinator is at {self._router_address} now, with the router, and the cache server of "
+                "this node goes on asking where it was: it shares nothing until the application is deployed again; "
+                "antiphon.cache.coordinator_url names one that stays where it is"
             )
 
     async def _keep_cache(self, lease: CacheLease) -> None:

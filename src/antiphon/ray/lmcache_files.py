@@ -73,7 +73,7 @@ def _mooncake(kind: Kind, text: str) -> Key:
 KEYS: dict[str, Key] = {
     "chunk_size": Key("mapped", "int", "tokens in a chunk", "cache.chunk_size_tokens"),
     "local_cpu": Key(
-        "mapped", "bool", "true with enable_nixl or remote_url, which move KV through L1", "cache.enabled"
+        "mapped", "bool", "true with enable_nixl, enable_p2p or remote_url, which move KV through L1", "cache.enabled"
     ),
     "max_local_cpu_size": Key(
         "mapped", "GiB", "in GiB; the larger of it and nixl_buffer_size", "cache.l1_size_bytes", harmless=(None, 0)
@@ -106,9 +106,17 @@ KEYS: dict[str, Key] = {
     "max_local_disk_size": _refused("GiB", DISK, "L2 on a disk", 0),
     "remote_url": Key("mapped", "text", "mooncakestore:// is a Mooncake tier; anything else is refused", "cache.l2"),
     "remote_serde": _refused("text", "a compressed store", "chunks are stored as they are, which is naive", "naive"),
-    "enable_p2p": _refused("bool", "cache servers that ask each other", "peers", False),
+    "enable_p2p": Key(
+        *("mapped", "bool", "true: the nodes' cache servers share, as docs/peers.md says", "cache.peers"),
+        harmless=(None, False),
+    ),
+    "p2p_host": _ignored("text", "a cache server tells others the address of its node"),
+    "p2p_init_ports": _ignored("list", "the port is cache.peer_port"),
+    "p2p_lookup_ports": _ignored("list", "the coordinator knows who holds what"),
+    "lookup_url": _ignored("text", "the coordinator knows who holds what"),
+    "distributed_url": _ignored("text", "a cache server tells others the address of its node"),
     "enable_blending": _refused("bool", "reuse of what is no prefix", "blending", False),
-    "extra_config.local_hostname": _mooncake("text", "its local_host: of every node that reads the file"),
+    "extra_config.local_hostname": _mooncake("text", "its local_host; another node has its own address"),
     "extra_config.metadata_server": _mooncake("text", "its metadata: http, etcd, etcds or P2PHANDSHAKE"),
     "extra_config.protocol": _mooncake("text", "its protocol: tcp or rdma"),
     "extra_config.device_name": _mooncake("text", "its devices"),
@@ -221,7 +229,7 @@ def interpret(raw: dict[str, Any], pool: Pool, where: str) -> LmcacheFile:
         else:
             _put(found.values, key.to, _of_spec(name, key, value))
     _put_store(found, store, where)
-    if not {"handoff.kind", "cache.l2"}.isdisjoint(found.values) and "cache.enabled" in found.values:
+    if not {"handoff.kind", "cache.l2", "cache.peers"}.isdisjoint(found.values) and "cache.enabled" in found.values:
         found.values["cache.enabled"] = True  # KV moves through L1, whatever else it is for
     return found
 

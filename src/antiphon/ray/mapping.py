@@ -426,10 +426,12 @@ def _checked(draft: _Draft, machine: Machine) -> Spec:
         draft.problems += [problem for problem in found if problem.field not in fields]
     if spec is not None:
         compiled = compile_all(spec, machine)
-        if spec.handoff.kind == "cache" and not any(parse_tier(text).is_shared for text in spec.cache.l2):
+        has_store = any(parse_tier(text).is_shared for text in spec.cache.l2)
+        if spec.handoff.kind == "cache" and not spec.cache.peers and not has_store:
             text = (
                 "cache: engines of one node hand over through its cache server; between nodes nothing is handed over, "
-                "and the decode engine computes the prompt. Name a store that all nodes reach: remote_url, or cache.l2"
+                "and the decode engine computes the prompt. Write cache.peers: true under antiphon, or name a store "
+                "that all nodes reach: remote_url, or cache.l2"
             )
             draft.notices.append(Notice(draft.origins.get("handoff.kind", "antiphon.handoff.kind"), text))
         draft.problems += [draft.renamed(problem) for problem in compiled.problems]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from antiphon.config.cache_servers import server_of
+from antiphon.config.cache_servers import server_of, with_local_hosts
 from antiphon.config.compile import Compiled, compile_all
 from antiphon.config.hosts import WILDCARDS, host_and_port, http_url, is_loopback
 from antiphon.config.plan import ProcessPlan
@@ -20,6 +20,7 @@ from antiphon.config.problems import SpecError
 from antiphon.config.resolve import Engine, Machine
 from antiphon.config.spec import POOLS, Pool, Spec
 from antiphon.core.ids import INCARNATION_PLACEHOLDER
+from antiphon.ray.peers import at_node
 from antiphon.ray.scaling import ReplicaSettings
 
 LOOPBACK = "127.0.0.1"
@@ -83,6 +84,8 @@ class EnginePlace:
     """The address of the router, for engines that tell it of their KV."""
     devices: tuple[str, ...] = ()
     """The GPUs that Ray gave it, by Ray's names; empty: none."""
+    coordinator_url: str | None = None
+    """Of the cache servers, where they share."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,11 @@ def engine_plan(settings: AppSettings, pool: Pool, place: EnginePlace, machine: 
     Raises:
         SpecError: it cannot be expressed.
     """
-    spec = settings.spec
+    spec = with_local_hosts(settings.spec, place.address)
     router = spec.router.model_copy(update={"host": place.router_host})
     update: dict[str, Any] = {"router": router}
+    if place.coordinator_url is not None:
+        update["cache"] = spec.cache.model_copy(update={"coordinator_url": place.coordinator_url})
     for each in POOLS:
         section = spec.pool(each)
         own: dict[str, Any] = {"replicas": 1, "hosts": [place.address], "bind": place.address}
@@ -127,10 +132,11 @@ def engine_plan(settings: AppSettings, pool: Pool, place: EnginePlace, machine: 
     engine = next(each for each in compiled.engines if each.pool == pool)
     plan = next(each for each in compiled.plans if each.name == engine.name)
     server = server_of(engine, list(compiled.servers))
+    servers = {each.name: at_node(each, place.address) for each in compiled.plans if each.role == "cache_server"}
     return EnginePlan(
         plan=_named(plan, f"{pool}-{place.replica}"),
         shape=_shape(compiled, engine),
-        server_plan=None if server is None else next(each for each in compiled.plans if each.name == server.name),
+        server_plan=None if server is None else servers[server.name],
     )
 
 

@@ -2,7 +2,8 @@
 
 Invariants: what the router is told of engines is told by this replica alone, from the machine that it runs on; an
 engine is added when its replica says that it is ready, and removed when the replica leaves or is not heard of any more;
-a router that starts again knows every engine after one beat of each.
+a router that starts again knows every engine after one beat of each. Where cache servers share, and nobody has named
+another, their coordinator is held here too.
 
 Requests do not pass through here.
 """
@@ -18,10 +19,13 @@ from weakref import WeakValueDictionary
 
 from antiphon.config.key_files import read_key
 from antiphon.config.resolve import this_machine
+from antiphon.config.spec import Spec
 from antiphon.core.errors import ProtocolError, UpstreamError
 from antiphon.ray import inside
+from antiphon.ray.coordinator import HeldCoordinator
 from antiphon.ray.draining import RouterClient
 from antiphon.ray.holder import PORTS_FREE_TIMEOUT_S, Holder, HolderOptions
+from antiphon.ray.peers import check_secret_here, coordinator_beside_router
 from antiphon.ray.plans import LOOPBACK, AppSettings, own_url, router_plan, spec_name
 from antiphon.ray.replica import Tasks, check_holder, end_replica
 from antiphon.ray.roster import BEAT_LOST_S, Entry, Roster, Verdict
@@ -66,7 +70,16 @@ class RouterReplica:
         key_file = spec.router.admin_key_file
         key = None if key_file is None else read_key(key_file, "router.admin_key_file").decode()
         self._client = RouterClient(own_url(self._holder.plan.base_url, spec.router.host), key)
-        await self._holder.start(on_end=self._on_end)
+        self._coordinator: HeldCoordinator | None = None
+        is_started = False
+        try:
+            self._coordinator = await self._start_coordinator(spec, options)
+            await self._holder.start(on_end=self._on_end)
+            is_started = True
+        finally:
+            if not is_started and self._coordinator is not None:
+                await self._tasks.stop()
+                await self._coordinator.stop()
         self._starting = None
         self._tasks.start(self._watch_beats(), "the watch over the engines' beats")
         self._say(f"the router answers at {self._holder.plan.base_url} (log: {self._holder.log_path})")
@@ -185,8 +198,20 @@ class RouterReplica:
             self._starting.cancel()
         await self._tasks.stop()
         await self._holder.stop()
+        if self._coordinator is not None:
+            await self._coordinator.stop()
 
     # --- its own ---------------------------------------------------------------------------------------------------
+
+    async def _start_coordinator(self, spec: Spec, options: HolderOptions) -> HeldCoordinator | None:
+        """Of the nodes' cache servers, where they share and nobody has named another."""
+        plan = coordinator_beside_router(spec, self._address, this_machine())
+        if plan is None:
+            return None
+        check_secret_here(spec)
+        coordinator = HeldCoordinator(plan, options, self._say, self._tasks)
+        await coordinator.start()
+        return coordinator
 
     async def _watch_beats(self) -> None:
         while True:

@@ -1,12 +1,14 @@
 """The tier in a Mooncake store: memory of many machines under one master.
 
 Mooncake's client runs in a child process (``mooncake_child``), which is started in the background and started again
-when it died or was late for ``LATE_MAX_S``. A call copies a record into a slot of memory that both share, or out of it.
+when it died, was late for ``LATE_MAX_S`` or could not be started. A call copies a record into a slot of memory that
+both share, or out of it.
 
 Always true:
 
 - A slot belongs to one call until the child answered it or was killed, also when the caller left earlier.
 - A call waits at most ``timeout_s``, also while the child starts or the master hangs.
+- Until the tier is closed, there is a child or one is tried to be started; where the last try failed, calls say why.
 
 What is in the store is the master's matter: it evicts by its own rules, forgets everything when it starts again, and
 cannot list keys. Access to it is not authenticated.
@@ -31,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from antiphon.core.errors import ConfigError, TierCorrupt, TierError, TierFull, TierUnavailable
+from antiphon.core.errors import AntiphonError, ConfigError, TierCorrupt, TierError, TierFull, TierUnavailable
 from antiphon.core.extras import install_remedy
 from antiphon.core.units import MIB, align_up
 from antiphon.storage.calls import Deadline
@@ -42,12 +44,14 @@ from antiphon.storage.mooncake_loader import free_port, loader_environment
 from antiphon.storage.record import HEAD_BYTES, RecordReader, RecordWriter, record_bytes
 from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
 
-__all__ = ["MooncakeTier", "MooncakeTierOptions", "require_mooncake"]
+__all__ = ["MooncakeTier", "MooncakeTierOptions", "require_mooncake", "start_pause_s"]
 
 LATE_MAX_S: Final = 10.0
 """A child that owes an answer for longer is given up: Mooncake's own limit for a call, with some slack."""
 RESTART_PAUSE_S: Final = 1.0
 """Between two starts of the child, so that one that cannot work does not take a processor."""
+START_PAUSE_MAX_S: Final = 10.0
+"""Between two starts that fail: the pause doubles from ``RESTART_PAUSE_S`` to this."""
 KEYS_PER_CALL: Final = 500
 _RPC_TIMEOUT_MS: Final = 5000
 _NOT_FOUND: Final = -704
@@ -68,6 +72,11 @@ def require_mooncake() -> None:
             "the package for Mooncake is not installed",
             remedy=f"{install_remedy('mooncake')}, or mooncake-transfer-engine on a machine with CUDA",
         )
+
+
+def start_pause_s(num_failed: int) -> float:
+    """Before the next start of a child, when the last ``num_failed`` have failed."""
+    return float(min(START_PAUSE_MAX_S, RESTART_PAUSE_S * 2 ** min(max(num_failed - 1, 0), 16)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,9 @@ class _Child:
         metadata: for its setup.
         memory_fd: of the slots.
         slot_bytes: of each.
+
+    Raises:
+        ConfigError, TierUnavailable, OSError, RuntimeError: it cannot be started; nothing is left behind.
     """
 
     def __init__(self, options: MooncakeTierOptions, metadata: str, memory_fd: int, slot_bytes: int) -> None:
@@ -116,7 +128,6 @@ class _Child:
         self.ready: Future[list[int]] = Future()
         self._waiting[0] = (self.ready, time.monotonic())
         self.is_dead = False
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         setup = MooncakeSetup(
             parent_pid=os.getpid(),
             memory_fd=memory_fd,
@@ -129,20 +140,26 @@ class _Child:
             protocol=options.protocol,
             devices=options.devices,
         )
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "antiphon.storage.mooncake_child"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[memory_fd],
-                env=_environment(options),
-                start_new_session=True,
-            )
-        with contextlib.suppress(OSError):  # it has ended, which the reader notices
-            self._link.send(setup.to_json().encode())
-        self._reader = threading.Thread(target=self._read, name="antiphon-tier-mooncake-answers", daemon=True)
-        self._reader.start()
+        environment = _environment(options)
+        with contextlib.ExitStack() as undo:
+            self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(self._link.close)
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "antiphon.storage.mooncake_child"],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[memory_fd],
+                    env=environment,
+                    start_new_session=True,
+                )
+            undo.callback(self._kill)
+            with contextlib.suppress(OSError):  # it has ended, which the reader notices
+                self._link.send(setup.to_json().encode())
+            self._reader = threading.Thread(target=self._read, name="antiphon-tier-mooncake-answers", daemon=True)
+            self._reader.start()
+            undo.pop_all()
 
     def send(self, operation: int, keys: Sequence[str], slot: int = 0, num_bytes: int = 0) -> Future[list[int]]:
         """Sends a call; the future has the codes, or ``TierUnavailable`` when the child ends first."""
@@ -167,9 +184,12 @@ class _Child:
 
     def end(self) -> None:
         """Kills it. Every call that waits gets an error."""
+        self._kill()
+        self._reader.join()
+
+    def _kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join()
 
     def _read(self) -> None:
         while True:
@@ -201,11 +221,14 @@ class MooncakeTier:
         options: where the store is.
 
     Raises:
-        ConfigError: Mooncake is not installed, or a certificate or key of etcd cannot be used.
+        ConfigError: Mooncake is not installed, ``local_host`` is no address of this machine, or a certificate or key of
+            etcd cannot be used.
     """
 
     def __init__(self, name: str, options: MooncakeTierOptions) -> None:
         require_mooncake()
+        with contextlib.suppress(TierUnavailable):  # a name that cannot be looked up yet: calls say so
+            free_port(options.local_host)
         self.name = name
         self._options = options
         given = options.metadata
@@ -222,6 +245,7 @@ class MooncakeTier:
         self._known = KnownKeys()
         self._changed = threading.Condition()
         self._child: _Child | None = None
+        self._start_fault = ""
         self._is_closed = False
         self._keeper = threading.Thread(target=self._keep, name="antiphon-tier-mooncake", daemon=True)
         self._keeper.start()
@@ -352,6 +376,8 @@ class MooncakeTier:
         """The child, when it is set up."""
         with self._changed:
             while not self._is_closed and (self._child is None or self._child.is_dead):
+                if self._start_fault:
+                    raise TierUnavailable(f"Mooncake's client cannot be started: {self._start_fault}")
                 self._changed.wait(deadline.left_s())
             if self._is_closed:
                 raise TierUnavailable(f"the tier {self.name} is closed")
@@ -396,16 +422,31 @@ class MooncakeTier:
 
     def _keep(self) -> None:
         """Has a child that works, until the tier is closed."""
+        num_failed = 0
         while True:
-            child = _Child(self._options, self._metadata, self._memory_fd, self._slot_bytes)
+            child = self._started()
+            num_failed = 0 if child is not None else num_failed + 1
+            if child is not None:
+                self._watch(child)
+                child.end()
             with self._changed:
-                self._child = child
-                self._changed.notify_all()
-            self._watch(child)
-            child.end()
-            with self._changed:
-                if self._changed.wait_for(lambda: self._is_closed, RESTART_PAUSE_S):
+                if self._changed.wait_for(lambda: self._is_closed, start_pause_s(num_failed)):
                     return
+
+    def _started(self) -> _Child | None:
+        """A new child; None where it cannot be started, which calls are told."""
+        try:
+            child = _Child(self._options, self._metadata, self._memory_fd, self._slot_bytes)
+        except Exception as error:  # supervised: the next try comes, and meanwhile every call has the reason
+            said = error.message if isinstance(error, AntiphonError) else getattr(error, "strerror", None)
+            with self._changed:
+                self._start_fault = said or str(error) or repr(error)
+                self._changed.notify_all()
+            return None
+        with self._changed:
+            self._child, self._start_fault = child, ""
+            self._changed.notify_all()
+        return child
 
     def _watch(self, child: _Child) -> None:
         """Until the child is dead, late or of no use, or the tier is closed."""

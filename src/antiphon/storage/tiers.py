@@ -26,7 +26,8 @@ def open_tier(spec: TierSpec) -> TierStore:
     """The store of ``spec``. Only that of a disk waits: it looks through its folder. The others connect when called.
 
     Raises:
-        ConfigError: a package is not installed, a secret cannot be read, or the place belongs to somebody else.
+        ConfigError: a package is not installed, a secret cannot be read, the place belongs to somebody else, or
+            ``local_host`` is no address of this machine.
         TierUnavailable, TierTimeout: the disk cannot be used.
     """
     _require_xxhash()
@@ -47,10 +48,13 @@ def open_tier(spec: TierSpec) -> TierStore:
 
 
 def try_tier(spec: TierSpec) -> None:
-    """Whether ``open_tier`` could open ``spec`` here. Nothing is started, left behind or asked over the network.
+    """Whether ``open_tier`` could open ``spec`` here, and use it as far as this machine is concerned.
+
+    Nothing is started, left behind or asked over the network; but where ``local_host`` of Mooncake is a name, it is
+    looked up.
 
     Raises:
-        ConfigError, TierUnavailable: as ``open_tier``.
+        ConfigError, TierUnavailable: as ``open_tier``; the second too where that name cannot be looked up now.
     """
     _require_xxhash()
     if spec.kind == "disk":
@@ -58,10 +62,12 @@ def try_tier(spec: TierSpec) -> None:
 
         DiskFolder.try_out(Path(spec.path))
     elif spec.kind == "mooncake":
+        from antiphon.storage.mooncake_loader import free_port
         from antiphon.storage.mooncake_tier import require_mooncake
 
         require_mooncake()
         mooncake_metadata(spec)
+        free_port(spec.local_host)
     else:
         open_tier(spec).close()
 
