@@ -457,6 +457,41 @@ def test_a_clear_that_fails_is_tried_again() -> None:
     assert len(world.of(JobKind.CLEAR)) == 1
 
 
+def test_a_clear_that_is_not_whole_goes_on_and_hides_what_it_means_until_then() -> None:
+    world = TierWorld(4)
+    writer = world.attach()
+    world.in_tier(writer, "a")
+    world.tick(2.0)
+    world.end_all(JobKind.PUBLISH)
+    world.reply(Clear(model="demo"))
+    (first,) = world.of(JobKind.CLEAR)
+    world.reply(Clear(model="demo"))
+    world.end(first, num_paged=7, is_whole=False)
+    (second,) = world.of(JobKind.CLEAR)
+    assert (first.is_continued, second.is_continued, second.selection) == (False, True, first.selection)
+    assert (world.tier.num_clears, world.tier.counts.num_cleared) == (2, 7)
+    assert isinstance(world.wait(writer, "a"), Found)
+    world.store(writer, "n")
+    assert world.of(JobKind.PUBLISH) == []
+    world.end(second, num_paged=1)
+    (again,) = world.of(JobKind.CLEAR)  # the one that was asked for meanwhile looks at everything
+    assert not again.is_continued
+    world.end(again)
+    assert (world.tier.num_clears, world.tier.counts.num_cleared) == (0, 8)
+    assert len(world.of(JobKind.PUBLISH)) == 1
+
+
+def test_a_clear_that_fails_half_way_begins_anew() -> None:
+    world = TierWorld(4)
+    world.reply(Clear())
+    world.end(world.of(JobKind.CLEAR)[0], is_whole=False)
+    world.end(world.of(JobKind.CLEAR)[0], Outcome.FAILED)
+    world.tick(0.5)
+    world.end_all(JobKind.PROBE)
+    (clear,) = world.of(JobKind.CLEAR)
+    assert not clear.is_continued
+
+
 # ---- the breaker -----------------------------------------------------------------------------------------------------
 
 

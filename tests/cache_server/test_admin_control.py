@@ -147,15 +147,15 @@ async def test_clear_says_which_tiers_it_means(server: StandIn, admin: AdminServ
     assert (await post(admin.port, "/clear", {"tenant": "nobody"})).status == 404
     answer = (await post(admin.port, "/clear", {"tenant": "old"})).json  # of an earlier life of the server
     assert (answer["num_chunks"], answer["is_known"], answer["has_peers"]) == (0, True, True)
-    assert answer["tiers"] == [{"name": "disk", "is_shared": False}]
+    assert answer["tiers"] == [{"name": "disk", "is_shared": False, "can_list": True, "clears_pending": 1}]
     assert disk.is_hidden(TierKey(tag_of("old") + tag_of("m") + bytes(24)))
 
 
 async def test_a_tier_that_cannot_be_listed_may_have_what_nobody_knows(server: StandIn, admin: AdminServer) -> None:
-    with_tiers(server, TierOptions("pool", is_shared=True))
+    with_tiers(server, TierOptions("pool", is_shared=True, can_list=False))
     answer = (await post(admin.port, "/clear", {"tenant": "nobody"})).json
     assert (answer["num_chunks"], answer["is_known"]) == (0, False)
-    assert answer["tiers"] == [{"name": "pool", "is_shared": True}]
+    assert answer["tiers"] == [{"name": "pool", "is_shared": True, "can_list": False, "clears_pending": 1}]
 
 
 async def test_clear_spares_what_is_pinned(server: StandIn, admin: AdminServer) -> None:

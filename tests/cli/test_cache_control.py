@@ -18,7 +18,7 @@ from antiphon.cache import events
 from antiphon.cache.effects import Reserved
 from antiphon.cache_server.admin import start_admin
 from antiphon.cache_server.probe_connection import ProbeConnection
-from antiphon.cli.cache_control import KEYS_SENT_MAX, cleared_lines
+from antiphon.cli.cache_control import KEYS_SENT_MAX
 from antiphon.cli.cache_list import list_lines
 from antiphon.cli.main import main
 from antiphon.core.chunks import chunk_keys
@@ -383,42 +383,6 @@ async def test_pins_are_listed_by_tenant_and_model_whatever_namespaces_are_shown
     pins = {names: [pin["key"] for pin in answer["pins"]] for names, answer in listed.items()}
     one = [chain_key.hex()]
     assert pins == {(): one, ("--model", "m"): one, ("--tenant", "a"): one, ("--tenant", "b"): []}
-
-
-def test_what_a_clear_meant_for_people() -> None:
-    tiers = [{"name": "disk", "is_shared": False}, {"name": "s3\x1b", "is_shared": True}]
-    cleared = {"num_chunks": 2, "freed_bytes": 1024, "held_bytes": 0, "num_unpinned": 0}
-    lines = cleared_lines("u", cleared | {"tiers": tiers, "is_known": False, "has_peers": True})
-    assert lines[:3] == [
-        "u: 2 chunks forgotten, 1.0 KiB free at once",
-        "  nothing here is known to have that; a tier that cannot be listed may",
-        "  and in disk",
-    ]
-    assert lines[3].startswith("  and in s3\\x1b, for all that use it")
-    assert len(lines) == 4
-
-
-@pytest.mark.parametrize("num_that_share", [0, 1, 2])
-def test_what_other_servers_hold_is_said_once_after_all(num_that_share: int) -> None:
-    sharing: Sayings = {"POST /clear": (200, CLEARED | {"tiers": [], "is_known": True, "has_peers": True})}
-    with saying(sharing if num_that_share else DONE) as first, saying(sharing if num_that_share > 1 else DONE) as last:
-        lines = run("clear", "--url", first, "--url", last).output.splitlines()
-    said = "cache servers that are not named here keep what they hold"
-    assert [line.split(": ")[0] for line in lines] == [first, last, *([said] if num_that_share else [])]
-
-
-def test_a_refused_clear_names_the_flag() -> None:
-    code = {"code": "chunks_pinned", "message": "1 pin keeps 7 bytes (unpin them)"}
-    with saying({"POST /clear": (409, {"error": code})}) as url:
-        result = run("clear", "--url", url)
-    assert result.exit_code == 1
-    assert "fix: antiphon cache unpin --all, or clear --pinned" in result.stderr
-
-
-def test_one_is_one() -> None:
-    cleared = {"num_chunks": 1, "freed_bytes": 1024, "held_bytes": 0, "num_unpinned": 1}
-    lines = cleared_lines("u", cleared | {"tiers": [], "is_known": True, "has_peers": False})
-    assert lines == ["u: 1 chunk forgotten, 1.0 KiB free at once, 1 pin ended"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from antiphon.core.errors import ConfigError, TierFull, TierTimeout, TierUnavail
 from antiphon.core.units import KIB, MIB
 from antiphon.storage.redis_tier import UNFINISHED_TTL_S, RedisTier, RedisTierOptions
 from tests.storage.servers import Valkey
-from tests.storage.tier_kit import TIMEOUT_S, Rig, ServiceContract, TierContract, fill, key_of, outcome
+from tests.storage.tier_kit import TIMEOUT_S, ListingContract, Rig, ServiceContract, TierContract, fill, key_of, outcome
 
 pytestmark = pytest.mark.process
 
@@ -74,6 +74,26 @@ class TestContract(TierContract):
 
 class TestFaults(ServiceContract):
     pass
+
+
+class TestListing(ListingContract):
+    pass
+
+
+def test_a_listing_has_whole_chunks_of_this_prefix_only(rig: Rig, valkey: Valkey) -> None:
+    rig.put(1)
+    name = f"antiphon:{{{key_of(1).hex()}}}"
+    with redis.Redis(port=valkey.port) as plain:
+        for other in (f"other:{name}", f"{name}:life:3", f"antiphon2:{{{key_of(2).hex()}}}", "antiphon:{zz}"):
+            plain.set(other, b"x")
+    options = RedisTierOptions(f"redis://127.0.0.1:{valkey.port}", prefix="ant*phon", timeout_s=TIMEOUT_S)
+    other_store = RedisTier("redis", options)
+    try:
+        assert isinstance(rig.store, RedisTier)
+        assert [key for page in rig.store.pages(b"") for key in page] == [key_of(1)]
+        assert not any(other_store.pages(b""))
+    finally:
+        other_store.close()
 
 
 def test_a_server_that_may_not_evict_is_full(rig: Rig, valkey: Valkey) -> None:

@@ -22,7 +22,7 @@ from antiphon.core.errors import TierCorrupt, TierError, TierFull, TierTimeout, 
 from antiphon.core.namespace import NamespaceDigest
 from antiphon.core.units import KIB, MIB
 from antiphon.storage.record import HEAD_BYTES
-from antiphon.storage.tier import ChunkMeta, TierStore
+from antiphon.storage.tier import ChunkMeta, PagedStore, TierStore
 
 SIZES = [4 * KIB, 5000, 1 * MIB, 3 * MIB + 17, 16 * MIB]
 TIMEOUT_S = 2.0
@@ -251,6 +251,48 @@ class TierContract:
         for call in calls:
             with pytest.raises(TierUnavailable):
                 call()
+
+
+class ListingContract:
+    """A store behind a service that lists what is there page by page (``PagedStore``), also what others have put."""
+
+    def _listed(self, rig: Rig, part: bytes = b"", at: int = 0) -> set[bytes]:
+        assert isinstance(rig.store, PagedStore)
+        return {key for page in rig.store.pages(part, at) for key in page}
+
+    def test_what_an_earlier_life_has_put_is_listed(self, rig: Rig) -> None:
+        keys = [bytes([tenant]) * 4 + bytes([model]) * 4 + key_of(tenant)[8:] for tenant in (7, 8) for model in (1, 9)]
+        for key in keys:
+            rig.store.put(key, payload_of(1, 4 * KIB), meta_of(4 * KIB))
+        rig.store = rig.reopen()
+        assert self._listed(rig) == set(keys)
+        assert self._listed(rig, b"\x07" * 4) == set(keys[:2])
+        assert self._listed(rig, b"\x09" * 4, 4) == {keys[1], keys[3]}
+        assert self._listed(rig, b"\x08" * 4 + b"\x01" * 4) == {keys[2]}
+        assert self._listed(rig, b"\x07" * 3 + b"\x08") == set()
+
+    def test_what_is_removed_while_it_is_listed(self, rig: Rig) -> None:
+        assert isinstance(rig.store, PagedStore)
+        keys = [key_of(number) for number in range(40)]
+        for key in keys:
+            rig.store.put(key, payload_of(1, 4 * KIB), meta_of(4 * KIB))
+        for page in rig.store.pages(b""):
+            rig.store.remove(page)
+        assert not any(rig.store.contains(keys))
+
+    def test_a_listing_of_a_hung_service(self, rig: Rig, service: object) -> None:
+        from tests.storage.servers import Service
+
+        assert isinstance(service, Service)
+        rig.put(1)
+        service.hang()
+        try:
+            found = outcome(lambda: self._listed(rig))
+            assert isinstance(found.error, TierTimeout | TierUnavailable)
+            assert found.took_s < TIMEOUT_S + SLACK_S
+        finally:
+            service.restore()
+        assert recovers(rig) < RECOVERY_S
 
 
 @dataclass

@@ -214,6 +214,8 @@ class TierDone:
         found: of ``ASK``: one a key.
         gone: of ``ASK``, one a key or none at all: whether it is known that a chunk that was handed over does not come.
         keys: of ``LIST``: what is there, or None where the tier cannot say; of ``CLEAR``: what was removed.
+        num_paged: of ``CLEAR``: records that were removed page by page, beside ``keys``.
+        is_whole: of ``CLEAR``: whether all of it was gone through; else another job goes on.
         reason: for people, where it failed.
     """
 
@@ -222,6 +224,8 @@ class TierDone:
     found: tuple[bool, ...] = ()
     gone: tuple[bool, ...] = ()
     keys: tuple[TierKey, ...] | None = None
+    num_paged: int = 0
+    is_whole: bool = True
     reason: str = ""
 
 

@@ -128,6 +128,8 @@ class Tier:
         self.write_reason = ""
         """Why publications are refused, while the tier answers all the same; empty where they are not."""
         self.clearing: Selection | None = None
+        self.is_clear_cut = False
+        """Whether no job runs for ``clearing`` though there is more of it to go through."""
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class JobKind(Enum):
     PUBLISH = "publish"
     """Store the chunk in ``region`` under the one key, with its digest."""
     CLEAR = "clear"
-    """Remove ``keys``, and what ``selection`` means as far as the tier can be listed."""
+    """Remove ``keys``, and what ``selection`` means as far as the tier can be listed; a long one in several jobs."""
     PROBE = "probe"
     """Is it in service?"""
 
@@ -61,6 +61,7 @@ class TierJob:
         region: of the arena, for a fetch or a publication: ``num_bytes`` from its start.
         namespace, fingerprint, num_bytes: what the record must mean; the namespace is None where there is no record.
         selection: of a clear.
+        is_continued: of a clear: it goes on where the one before it, which was not whole, has ended.
         patience_s: of a probe: for so long it is repeated while the store has no answer in time, as one that still
             starts; any other failure ends it at once.
     """
@@ -74,4 +75,5 @@ class TierJob:
     fingerprint: str | None = None
     num_bytes: int = 0
     selection: Selection | None = None
+    is_continued: bool = False
     patience_s: float = 0.0

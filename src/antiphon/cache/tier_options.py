@@ -23,12 +23,14 @@ class TierOptions:
             ``flush_after_s`` ago; ``none`` only reads.
         source: what the tokens of its chunks count as in reports.
         is_shared: others write to it too, so that it is asked for what is not known to be there.
+        can_list: whether what others, and earlier lives, have put there can be gone through for a ``Clear``.
         fetches_max: chunks that are fetched at once; each has a thread of the shell.
         publishes_max: chunks that are published at once, with threads of their own: writes delay no read.
         queue_bytes_max: bytes of chunks that wait to be published or are being published; past it a chunk is refused,
             and counted.
         timeout_s: after so long a call counts as failed. Its memory is held until it has really ended.
-        list_timeout_s: the same for what goes through all keys, once at the start and for each ``Clear``.
+        list_timeout_s: the same for what goes through all keys, once at the start and for each ``Clear``; a long one
+            is several jobs.
         flush_after_s: seconds from the store of a chunk to its publication by ``back``.
         promotion_hits: a chunk that was fetched so often from a slower tier is published to this one; 0: never.
         retry_min_s: from a failure to the first probe; it doubles up to ``retry_max_s``.
@@ -44,6 +46,7 @@ class TierOptions:
     store: StorePolicy = "through"
     source: str = "l2"
     is_shared: bool = False
+    can_list: bool = True
     fetches_max: int = 4
     publishes_max: int = 2
     queue_bytes_max: int = 256 * MIB

@@ -36,6 +36,7 @@ class TierStatistics:
 
     Args:
         is_shared: whether others write to it too.
+        can_list: whether a clear can go through what others, and earlier lives, have put there.
         reason: why the breaker is not closed, or, where it is, why publications are refused; empty without either.
         num_known: keys that are known to be there.
         is_complete: whether nothing else is there.
@@ -50,6 +51,7 @@ class TierStatistics:
     store: str
     source: str
     is_shared: bool
+    can_list: bool
     breaker: BreakerState
     reason: str
     num_opened: int
@@ -189,6 +191,10 @@ class Tiers:
                 tier.remember(key)
 
     def _cleared(self, tier: Tier, event: TierDone) -> None:
+        tier.counts.num_cleared += len(event.keys or ()) + event.num_paged
+        if event.outcome is Outcome.DONE and not event.is_whole:
+            tier.is_clear_cut = True
+            return
         selection, tier.clearing = tier.clearing, None
         assert selection is not None
         if event.outcome is not Outcome.DONE:
@@ -196,7 +202,6 @@ class Tiers:
             return
         for key in [key for key in tier.known if selection.matches(key)]:
             tier.forget(key)
-        tier.counts.num_cleared += len(event.keys or ())
 
     def _probed(self, tier: Tier, running: Running, outcome: Outcome) -> None:
         if outcome is Outcome.DONE and tier.breaker.state is BreakerState.HALF_OPEN:
@@ -259,7 +264,9 @@ class Tiers:
                 self._start_first_probe(tier)
             if tier.must_list and tier.has_slot(JobKind.LIST):
                 self.start(tier, self.plain_job(tier, JobKind.LIST), None)
-            if waiting.clears:
+            if tier.is_clear_cut:
+                self._go_on_clearing(tier)
+            elif waiting.clears:
                 self._start_clear(tier)
         self.onboardings.pump(tier)
         publishing.pump(self, tier)
@@ -285,6 +292,12 @@ class Tiers:
         keys = tuple(key for key in tier.known if selection.matches(key))
         self.start(tier, self.plain_job(tier, JobKind.CLEAR, keys, selection), None)
 
+    def _go_on_clearing(self, tier: Tier) -> None:
+        """What a clear has not gone through yet. Nothing was published since it began."""
+        tier.is_clear_cut = False
+        job = self.plain_job(tier, JobKind.CLEAR, selection=tier.clearing)
+        self.start(tier, replace(job, is_continued=True), None)
+
     @property
     def next_deadline_s(self) -> float | None:
         """When there is something to do for the time alone."""
@@ -305,6 +318,7 @@ class Tiers:
                 store=tier.options.store,
                 source=tier.options.source,
                 is_shared=tier.options.is_shared,
+                can_list=tier.options.can_list,
                 breaker=tier.breaker.state,
                 reason=tier.breaker.reason or tier.write_reason,
                 num_opened=tier.breaker.num_opened,

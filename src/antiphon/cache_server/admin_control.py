@@ -20,6 +20,7 @@ from typing import Final, TypeVar
 from antiphon.cache.effects import Cleared, Pinned, QuotaSet, Unpinned
 from antiphon.cache.events import Clear, Pin, SetQuota, Unpin
 from antiphon.cache.inspection import PEER_SOURCE, ChunkFacts, NamespaceFacts, PinFacts, Selected
+from antiphon.cache.tiers import TierStatistics
 from antiphon.cache_server.admin_request import (
     ListQuery,
     clear_query,
@@ -152,7 +153,7 @@ class Control:
         cleared = self._step(Clear(select.tenant, select.model, spares_pinned=not query.with_pinned), Cleared)
         log.info("cleared %d chunks (tenant %s, model %s)", cleared.num_chunks, select.tenant, select.model)
         tiers = [statistics for statistics, _ in self._server.tiers()]
-        own = [{"name": each.name, "is_shared": each.is_shared} for each in tiers if each.source != PEER_SOURCE]
+        own = [_cleared_tier(each) for each in tiers if each.source != PEER_SOURCE]
         return dataclasses.asdict(cleared) | {
             "tiers": own,
             "is_known": not unlisted,
@@ -216,6 +217,16 @@ class Control:
         answer = self._step(SetQuota(tenant, query.quota_bytes), QuotaSet)
         log.info("tenant %s: quota %s bytes, %d chunks evicted", answer.tenant, query.quota_bytes, answer.num_evicted)
         return dataclasses.asdict(answer)
+
+
+def _cleared_tier(tier: TierStatistics) -> Json:
+    """What a clear means there. It has only begun; ``/status`` has the later ``clears_pending``."""
+    return {
+        "name": tier.name,
+        "is_shared": tier.is_shared,
+        "can_list": tier.can_list,
+        "clears_pending": tier.num_clears,
+    }
 
 
 def _namespace_of(facts: NamespaceFacts) -> Json:

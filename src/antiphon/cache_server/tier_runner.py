@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
@@ -21,7 +21,7 @@ from typing import Final
 
 from antiphon.cache.events import TierDone
 from antiphon.cache.tier_jobs import JobKind, Outcome, TierJob
-from antiphon.cache.tier_key import TierKey
+from antiphon.cache.tier_key import TAG_BYTES, Selection, TierKey
 from antiphon.cache_server.giving_way import give_way
 from antiphon.cache_server.traces import ServerTraces
 from antiphon.core.errors import AntiphonError, TierCorrupt, TierFull, TierTimeout
@@ -29,13 +29,15 @@ from antiphon.core.quiet_log import QuietLog
 from antiphon.observe.trace_context import SpanContext
 from antiphon.observe.tracing import activated
 from antiphon.storage.arena import ArenaMapping
-from antiphon.storage.tier import ChunkMeta, ExpectingStore, TierStore
+from antiphon.storage.tier import ChunkMeta, ExpectingStore, PagedStore, TierStore
 
 log = logging.getLogger("antiphon.cache_server")
 
 JOIN_TIMEOUT_S: Final = 1.0
 """For calls in progress when the server stops; the whole process has 2 s."""
 _REMOVED_AT_ONCE: Final = 256
+_CLEAR_MAX_S: Final = 30.0
+"""Of one job that goes through a service for a clear; the next job goes on."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class _Tier:
     jobs: SimpleQueue[tuple[TierJob, SpanContext | None] | None]
     """What is to be done, and the lookup that it is traced for."""
     threads: list[threading.Thread]
+    unread: Iterator[list[bytes]] | None = None
+    """Pages of a clear that is not whole. Only the one thread that clears touches it."""
 
 
 class TierRunner:
@@ -176,7 +180,7 @@ class TierRunner:
                 keys = None if listed is None else tuple(map(TierKey, islice(listed, tier.known_max + 1)))
                 return TierDone(job.id, Outcome.DONE, keys=keys)
             case JobKind.CLEAR:
-                return TierDone(job.id, Outcome.DONE, keys=self._clear(store, job))
+                return self._clear_pages(tier, store, job) if isinstance(store, PagedStore) else self._clear(store, job)
             case JobKind.PROBE:
                 self._probe(store, job.patience_s)
                 return TierDone(job.id, Outcome.DONE)
@@ -197,7 +201,7 @@ class TierRunner:
         return self._arena.view(job.region.offset_bytes, job.num_bytes)
 
     @staticmethod
-    def _clear(store: TierStore, job: TierJob) -> tuple[TierKey, ...]:
+    def _clear(store: TierStore, job: TierJob) -> TierDone:
         """Removes what is named, and what the tier lists of the selection."""
         assert job.selection is not None
         selection = job.selection
@@ -206,9 +210,36 @@ class TierRunner:
         if listed is not None:
             keys |= dict.fromkeys(key for key in listed if selection.matches(key))
         removed = list(keys)
-        for start in range(0, len(removed), _REMOVED_AT_ONCE):
-            store.remove(removed[start : start + _REMOVED_AT_ONCE])
-        return tuple(map(TierKey, removed))
+        _remove(store, removed)
+        return TierDone(job.id, Outcome.DONE, keys=tuple(map(TierKey, removed)))
+
+    def _clear_pages(self, tier: _Tier, store: PagedStore, job: TierJob) -> TierDone:
+        """Removes what a service has of the selection, page by page, for ``_CLEAR_MAX_S`` at most."""
+        assert job.selection is not None
+        unread, tier.unread = tier.unread, None
+        pages = unread if job.is_continued and unread is not None else _pages_of(store, job.selection)
+        end_s = time.monotonic() + _CLEAR_MAX_S
+        num_removed = 0
+        for page in pages:
+            keys = [key for key in page if job.selection.matches(key)]
+            _remove(tier.store, keys)
+            num_removed += len(keys)
+            if time.monotonic() >= end_s or self._is_closed:
+                tier.unread = pages
+                return TierDone(job.id, Outcome.DONE, num_paged=num_removed, is_whole=False)
+        return TierDone(job.id, Outcome.DONE, num_paged=num_removed)
+
+
+def _pages_of(store: PagedStore, selection: Selection) -> Iterator[list[bytes]]:
+    """Tier keys begin with the tags of tenant and model."""
+    if selection.tenant is None:
+        return store.pages(selection.model or b"", 0 if selection.model is None else TAG_BYTES)
+    return store.pages(selection.tenant + (selection.model or b""))
+
+
+def _remove(store: TierStore, keys: Sequence[bytes]) -> None:
+    for start in range(0, len(keys), _REMOVED_AT_ONCE):
+        store.remove(keys[start : start + _REMOVED_AT_ONCE])
 
 
 def _meta_of(job: TierJob) -> ChunkMeta:

@@ -19,6 +19,9 @@ _START_S = {"mooncake": 15.0}
 _FIRST_S = 2.0
 """What every other has: imports, and a connection, on a machine where much starts at once."""
 
+_CANNOT_LIST = frozenset({"mooncake"})
+"""Kinds of stores that have no call to go through what is in them."""
+
 
 def open_stores(specs: Sequence[TierSpec]) -> list[TierStore]:
     """The stores, in the same order.
@@ -54,6 +57,7 @@ def tiers_options(
             name=spec.tier_name,
             store=spec.store,
             is_shared=spec.is_shared,
+            can_list=spec.kind not in _CANNOT_LIST,
             fetches_max=spec.fetches_max,
             publishes_max=spec.publishes_max,
             timeout_s=spec.timeout_s + _GRACE_S,

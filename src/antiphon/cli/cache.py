@@ -2,7 +2,7 @@
 
 Exit code 0; 1 where no server answers, or it refuses, or has nothing of what is named; ``status`` also where one says
 that it is not healthy; 2 for a command line that cannot be meant. The verbs that change something are in
-``cache_control``, ``list`` in ``cache_list``.
+``cache_control`` and ``cache_clear``, ``list`` in ``cache_list``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs of ``antiphon cache`` that change something: ``clear``, ``pin``, ``unpin``, ``quota``.
+"""The verbs of ``antiphon cache`` that change something: ``pin``, ``unpin``, ``quota``; ``cache_clear`` has ``clear``.
 
 A prefix is named by the key of its last chunk, or by its tokens: then the keys are computed here, under every namespace
 that the servers have of the tenant and model. A server has no tokenizer; an engine has, or a router that asks one.
@@ -16,6 +16,7 @@ from typing import Any, Final
 import click
 
 from antiphon.cli.addresses import http_host_port
+from antiphon.cli.cache_clear import clear, count_text
 from antiphon.cli.cache_client import (
     AdminClient,
     NotThere,
@@ -45,76 +46,6 @@ KEYS_BEFORE_MAX: Final = 16_384
 FILE_MAX_BYTES: Final = 64 << 20
 TOKENIZE_TIMEOUT_S: Final = 30.0
 TENANTS_SHOWN: Final = 50
-CHUNKS_PINNED: Final = "chunks_pinned"
-"""The code of a clear that is refused since something is pinned."""
-
-tenant_option = click.option("--tenant", help="Only this tenant's chunks: a cache_salt, or default.")
-model_option = click.option("--model", help="Only chunks of this model.")
-
-
-# ---- clear -----------------------------------------------------------------------------------------------------------
-
-
-@click.command()
-@admin_options
-@tenant_option
-@model_option
-@click.option("--pinned", "with_pinned", is_flag=True, help="What is pinned too; without this, nothing goes then.")
-def clear(urls: tuple[str, ...], is_json: bool, tenant: str | None, model: str | None, with_pinned: bool) -> None:
-    """Forget chunks: of a tenant, of a model, of both, or, with neither, all; in memory and in the tiers behind it.
-
-    What a request is reading or writing at the moment is forgotten too; its bytes become free when that has ended.
-    """
-
-    def act() -> int:
-        names = {"tenant": tenant, "model": model}
-        body: dict[str, object] = {name: value for name, value in names.items() if value is not None}
-        if with_pinned:
-            body["pinned"] = True
-        sharing: list[AdminClient] = []
-
-        def change(server: AdminClient) -> None:
-            answer = _clear_at(server, body)
-            click.echo(json.dumps(answer, indent=2) if is_json else "\n".join(cleared_lines(server.url, answer)))
-            if answer.get("has_peers"):
-                sharing.append(server)
-
-        code = change_each(targets(urls), change)
-        if sharing and not is_json:
-            click.echo("cache servers that are not named here keep what they hold: run this on their hosts too")
-        return code
-
-    run(act)
-
-
-def _clear_at(server: AdminClient, body: dict[str, object]) -> dict[str, Any]:
-    try:
-        return server.post("/clear", body)
-    except ServerRefuses as error:
-        if error.code != CHUNKS_PINNED:
-            raise
-        raise ServerRefuses(error.message, remedy="antiphon cache unpin --all, or clear --pinned") from error
-
-
-def cleared_lines(url: str, answer: dict[str, Any]) -> list[str]:
-    """What was cleared, for people."""
-    freed, held = format_bytes(answer["freed_bytes"]), format_bytes(answer["held_bytes"])
-    later = f", {held} more when their requests end" if answer["held_bytes"] else ""
-    pins = f", {_count(answer['num_unpinned'], 'pin')} ended" if answer["num_unpinned"] else ""
-    lines = [f"{url}: {_count(answer['num_chunks'], 'chunk')} forgotten, {freed} free at once{later}{pins}"]
-    if not answer["is_known"]:
-        lines.append("  nothing here is known to have that; a tier that cannot be listed may")
-    for tier in answer["tiers"]:
-        name = printable(tier["name"])
-        if tier["is_shared"]:
-            lines.append(f"  and in {name}, for all that use it, as far as it lists them; others may store them again")
-        else:
-            lines.append(f"  and in {name}")
-    return lines
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}" if num == 1 else f"{num} {what}s"
 
 
 # ---- pin and unpin ---------------------------------------------------------------------------------------------------
@@ -359,7 +290,7 @@ def pin_chain(server: AdminClient, chain: list[ChunkKey], ttl_s: float | None) -
 def pinned_line(url: str, answer: dict[str, Any]) -> str:
     """What was pinned, for people."""
     whole = answer["num_chunks"] == answer["num_named"]
-    named = _count(answer["num_named"], "chunk")
+    named = count_text(answer["num_named"], "chunk")
     of = f"all {named}" if whole else f"{answer['num_chunks']} of {named}"
     rest = "" if whole else "; the rest is not in memory, and not pinned when it comes"
     kept, most = format_bytes(answer["pinned_bytes"]), format_bytes(answer["pinned_bytes_max"])
@@ -388,7 +319,7 @@ def unpin(urls: tuple[str, ...], is_json: bool, key: str | None, is_all: bool) -
                 order = {"key": _only(server, found, text)}
             answer = server.post("/unpin", order)
             left = format_bytes(answer["pinned_bytes"])
-            line = f"{server.url}: {_count(answer['num_pins'], 'pin')} ended, {left} still pinned"
+            line = f"{server.url}: {count_text(answer['num_pins'], 'pin')} ended, {left} still pinned"
             click.echo(json.dumps(answer, indent=2) if is_json else line)
 
         return change_each(targets(urls), change)
@@ -462,7 +393,7 @@ def set_line(url: str, answer: dict[str, Any]) -> str:
     """A quota that was set, for people."""
     quota_bytes, used_bytes = answer["quota_bytes"], answer["used_bytes"]
     may = "no quota" if quota_bytes is None else f"a quota of {format_bytes(quota_bytes)}"
-    gone = f", {_count(answer['num_evicted'], 'chunk')} evicted for it" if answer["num_evicted"] else ""
+    gone = f", {count_text(answer['num_evicted'], 'chunk')} evicted for it" if answer["num_evicted"] else ""
     over = "" if quota_bytes is None or used_bytes <= quota_bytes else "; the rest is in use or pinned"
     return f"{url}: {printable(answer['tenant'])} has {may} and holds {format_bytes(used_bytes)}{gone}{over}"
 

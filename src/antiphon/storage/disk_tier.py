@@ -7,7 +7,8 @@ Always true:
   start.
 - Records, and room reserved for those being written, take at most ``capacity_bytes``. What was used longest ago goes
   first; after a restart, what was written longest ago.
-- The books are of this process, which alone uses the folder: a file that vanished is a miss, and leaves them.
+- The books are of this process, which alone uses the folder: a file that vanished is a miss, and leaves them. A record
+  leaves them after its file has gone, or, where it makes room, just before; one that took its place meanwhile stays.
 
 A file's digest is checked whenever it is read, not at the start, where only heads are.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from antiphon.core.errors import TierCorrupt, TierError, TierFull, TierUnavailable
 from antiphon.core.units import MIB, align_up
@@ -57,6 +58,13 @@ class DiskTierOptions:
     piece_bytes: int = 4 * MIB + HEAD_BYTES
 
 
+class _Held(NamedTuple):
+    """A record: its bytes on the disk, and its number in the order of all that were stored."""
+
+    num_bytes: int
+    number: int
+
+
 class DiskIndex:
     """What is on the disk, least recently used first, and room that is reserved. Thread-safe.
 
@@ -67,7 +75,8 @@ class DiskIndex:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._records: OrderedDict[bytes, int] = OrderedDict()
+        self._records: OrderedDict[bytes, _Held] = OrderedDict()
+        self._num_committed = 0
         self._held_bytes = 0
         self._reserved_bytes = 0
 
@@ -78,8 +87,8 @@ class DiskIndex:
                 return None
             gone = []
             while self._held_bytes + self._reserved_bytes + num_bytes > self.capacity_bytes:
-                key, size_bytes = self._records.popitem(last=False)
-                self._held_bytes -= size_bytes
+                key, held = self._records.popitem(last=False)
+                self._held_bytes -= held.num_bytes
                 gone.append(key)
             self._reserved_bytes += num_bytes
             return gone
@@ -95,23 +104,34 @@ class DiskIndex:
         with self._lock:
             self._reserved_bytes -= num_bytes
             assert self._reserved_bytes >= 0, self._reserved_bytes
-            self._held_bytes += num_bytes - self._records.pop(key, 0)
-            self._records[key] = num_bytes
+            replaced = self._records.pop(key, None)
+            self._held_bytes += num_bytes - (0 if replaced is None else replaced.num_bytes)
+            self._num_committed += 1
+            self._records[key] = _Held(num_bytes, self._num_committed)
 
-    def touch(self, key: bytes) -> bool:
-        """Whether ``key`` is there; it is the one used last then."""
+    def touch(self, key: bytes) -> int | None:
+        """The number of the record of ``key``, which is the one used last then; None where there is none."""
         with self._lock:
-            if key not in self._records:
+            held = self._records.get(key)
+            if held is not None:
+                self._records.move_to_end(key)
+            return None if held is None else held.number
+
+    def number_of(self, key: bytes) -> int | None:
+        """The same, and it is not used."""
+        with self._lock:
+            held = self._records.get(key)
+            return None if held is None else held.number
+
+    def forget(self, key: bytes, number: int | None) -> bool:
+        """Strikes ``key`` out, unless another record than that of ``number`` is there; whether it was there."""
+        with self._lock:
+            held = self._records.get(key)
+            if held is None or held.number != number:
                 return False
-            self._records.move_to_end(key)
+            del self._records[key]
+            self._held_bytes -= held.num_bytes
             return True
-
-    def forget(self, key: bytes) -> bool:
-        """Strikes ``key`` out; whether it was there."""
-        with self._lock:
-            size_bytes = self._records.pop(key, None)
-            self._held_bytes -= size_bytes or 0
-            return size_bytes is not None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -128,7 +148,8 @@ class DiskIndex:
     def validate(self) -> None:
         """That the sums are right."""
         with self._lock:
-            assert self._held_bytes == sum(self._records.values()), (self._held_bytes, len(self._records))
+            held_bytes = sum(held.num_bytes for held in self._records.values())
+            assert self._held_bytes == held_bytes, (self._held_bytes, len(self._records))
             assert 0 <= self._held_bytes + self._reserved_bytes <= self.capacity_bytes
 
 
@@ -203,7 +224,8 @@ class DiskTier:
         """See ``TierStore.get_into``."""
         if self._pool.is_closed:
             raise TierUnavailable(f"the tier {self.name} is closed")
-        if not self.index.touch(key):
+        number = self.index.touch(key)
+        if number is None:
             return False
         deadline = self._deadline()
         reader = RecordReader(key, meta, into)
@@ -214,12 +236,11 @@ class DiskTier:
         try:
             is_there = self._transfers.receive(reader, read, deadline)
         except TierCorrupt:
-            self.index.forget(key)
             with contextlib.suppress(TierError):
-                self._pool.call(lambda: self._unlink([key]), deadline)
+                self._pool.call(lambda: self._take_out([key]), deadline)
             raise
         if not is_there:
-            self.index.forget(key)
+            self.index.forget(key, number)
         return is_there
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -227,8 +248,8 @@ class DiskTier:
         return self.index.contains(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """See ``TierStore.remove``. They stay removed after a crash of the machine."""
-        present = [key for key in keys if self.index.forget(key)]
+        """See ``TierStore.remove``. They stay removed after a crash of the machine. After an error some may stay."""
+        present = [key for key, is_there in zip(keys, self.index.contains(keys), strict=True) if is_there]
         if present:
             self._pool.call(lambda: self._remove_for_good(present), self._deadline())
 
@@ -343,8 +364,15 @@ class DiskTier:
             except OSError:
                 self.num_left_behind += 1
 
+    def _take_out(self, keys: Sequence[bytes]) -> None:
+        """Off the disk, then out of the books: what is put meanwhile is in both, or in the books alone, a miss."""
+        for key in keys:
+            number = self.index.number_of(key)
+            self._unlink([key])
+            self.index.forget(key, number)
+
     def _remove_for_good(self, keys: Sequence[bytes]) -> None:
-        self._unlink(keys)
+        self._take_out(keys)
         for folder in {self._folder.path(key).parent for key in keys}:
             self._guarded(partial(self._folder.sync_folder, folder))
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from antiphon.core.errors import ConfigError, TierError, TierFull, TierTimeout, TierUnavailable
@@ -23,7 +25,7 @@ from antiphon.core.units import KIB, MIB
 from antiphon.storage.calls import Deadline, Piece, Pieces, Transfers
 from antiphon.storage.known_keys import KnownKeys
 from antiphon.storage.record import RecordReader, RecordWriter, record_bytes
-from antiphon.storage.tier import ChunkMeta, TierUsage, removed_if_corrupt
+from antiphon.storage.tier import KEY_BYTES, ChunkMeta, TierUsage, removed_if_corrupt
 
 if TYPE_CHECKING:
     import redis
@@ -118,7 +120,25 @@ class RedisTier:
         self._call(lambda: list(self._each(keys, "UNLINK")))
 
     def keys(self) -> None:
-        """See ``TierStore.keys``: the server is shared, and to go through all its keys is not cheap."""
+        """See ``TierStore.keys``: the server is shared."""
+
+    def pages(self, part: bytes, at: int = 0) -> Iterator[list[bytes]]:
+        """See ``PagedStore.pages``. The server goes through all its keys, and sends those that are meant."""
+        head = f"{self._options.prefix}:{{"
+        # Names of unfinished records go on behind the brace.
+        pattern = f"{_literally(head)}{'?' * (2 * at)}{part.hex()}*}}"
+        name_length = len(head.encode()) + 2 * KEY_BYTES + 1
+        cursor = 0
+        while True:
+            ask = partial(self._command, "SCAN", cursor, "MATCH", pattern, "COUNT", KEYS_PER_CALL)
+            cursor, names = self._call(ask)
+            yield [
+                bytes.fromhex(name[-2 * KEY_BYTES - 1 : -1].decode())
+                for name in names
+                if len(name) == name_length and _RECORD.match(name, name_length - 2 * KEY_BYTES - 1)
+            ]
+            if not cursor:
+                return
 
     def usage(self) -> TierUsage:
         """See ``TierStore.usage``: what this process has put."""
@@ -217,6 +237,14 @@ class RedisTier:
             ) from None
         except (redis.exceptions.RedisError, OSError) as error:
             raise TierUnavailable(f"the server of tier {self.name}: {error}") from None
+
+
+_RECORD: Final = re.compile(rb"[0-9a-f]{64}\}")
+
+
+def _literally(text: str) -> str:
+    """A pattern of the server that means ``text`` and nothing else."""
+    return re.sub(r"([*?\[\]\\^-])", r"\\\1", text)
 
 
 def _connect(options: RedisTierOptions) -> redis.Redis:

@@ -8,8 +8,10 @@ How much is kept, and for how long, is the bucket's setting. The objects are not
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -29,6 +31,12 @@ __all__ = ["S3Tier", "S3TierOptions"]
 
 PIECE_BYTES: Final = 2 * MIB
 KEYS_PER_DELETE: Final = 500
+KEYS_PER_PAGE: Final = 1000
+"""Of a listing: the most that the service gives at once."""
+HEADS_MAX: Final = 32
+"""Requests of one question at once. They take one thread together."""
+_HEADS_SHARE: Final = 0.9
+"""Of the time that is left: then a question is answered with what is known."""
 T = TypeVar("T")
 
 
@@ -107,11 +115,19 @@ class S3Tier:
         return is_there
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See ``TierStore.contains``. One request for each key, several at once."""
+        """See ``TierStore.contains``. One request for each key, in their order, several at once.
+
+        Where the deadline comes before all are answered, those without an answer count as not there.
+
+        Raises:
+            TierTimeout: none is answered.
+        """
         deadline = self._deadline()
-        stripes = [keys[start :: self._options.num_threads] for start in range(self._options.num_threads)]
-        futures = [self._pool.start(lambda part=part: self._heads(part)) for part in stripes if part]  # type: ignore[misc]
-        found = {key for future in futures for key in self._pool.result(future, deadline)}
+
+        def ask() -> set[bytes]:
+            return self._guarded(lambda: asyncio.run(self._heads(keys, deadline)))
+
+        found = self._pool.call(ask, deadline) if keys else set()
         return [key in found for key in keys]
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -128,7 +144,18 @@ class S3Tier:
                 self._call(lambda part=part: obstore.delete(self._store, part), deadline)  # type: ignore[misc]
 
     def keys(self) -> None:
-        """See ``TierStore.keys``: the bucket is shared, and to list it is not cheap."""
+        """See ``TierStore.keys``: the bucket is shared."""
+
+    def pages(self, part: bytes, at: int = 0) -> Iterator[list[bytes]]:
+        """See ``PagedStore.pages``. From byte 0 on the folder of the first byte is listed, else the whole prefix."""
+        import obstore
+
+        folder = part[:1].hex() if at == 0 and part else None
+        listing = obstore.list(self._store, folder, chunk_size=KEYS_PER_PAGE)
+        while (page := self._call(lambda: next(listing, None), self._deadline())) is not None:
+            names = (item["path"].rpartition("/")[2] for item in page)
+            keys = (bytes.fromhex(name) for name in names if _RECORD.fullmatch(name))
+            yield [key for key in keys if key[at : at + len(part)] == part]
 
     def usage(self) -> TierUsage:
         """See ``TierStore.usage``: what this process has put."""
@@ -136,7 +163,10 @@ class S3Tier:
 
     def probe(self) -> None:
         """See ``TierStore.probe``. It asks for an object that is not there."""
-        self._pool.call(lambda: self._heads([b"probe"]), self._deadline())
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            self._call(lambda: obstore.head(self._store, self._name_of(b"probe")), self._deadline())
 
     def close(self) -> None:
         """See ``TierStore.close``."""
@@ -162,16 +192,37 @@ class S3Tier:
             offset_bytes += len(view)
         return True
 
-    def _heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that are there."""
+    async def _heads(self, keys: Sequence[bytes], deadline: Deadline) -> set[bytes]:
+        """Those that are there, as far as it is known shortly before the deadline; what is not answered is given up.
+
+        Raises:
+            TierTimeout: nothing is answered.
+            obstore.exceptions.BaseError: one was refused.
+        """
         import obstore
 
-        found = []
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                self._guarded(lambda key=key: obstore.head(self._store, self._name_of(key)))  # type: ignore[misc]
-                found.append(key)
-        return found
+        left = iter(keys)
+        answers: dict[bytes, bool] = {}
+
+        async def ask() -> None:
+            for key in left:
+                try:
+                    await obstore.head_async(self._store, self._name_of(key))
+                    answers[key] = True
+                except FileNotFoundError:
+                    answers[key] = False
+
+        asking = [asyncio.create_task(ask()) for _ in range(min(HEADS_MAX, len(keys)))]
+        left_s = deadline.left_s() * _HEADS_SHARE
+        await asyncio.wait(asking, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        for each in asking:
+            each.cancel()
+        for ended in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+        if not answers:
+            raise deadline.passed()
+        return {key for key, is_there in answers.items() if is_there}
 
     # ---- around a call -----------------------------------------------------------------------------------------------
 
@@ -208,6 +259,7 @@ class S3Tier:
             raise TierUnavailable(f"the object store of tier {self.name}: {text}") from None
 
 
+_RECORD: Final = re.compile(r"[0-9a-f]{64}")
 _FULL_MARKS: Final = ("507 Insufficient", "InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "no space left")
 _TEXT_MAX: Final = 300
 

@@ -26,6 +26,7 @@ __all__ = [
     "KEY_BYTES",
     "ChunkMeta",
     "ExpectingStore",
+    "PagedStore",
     "TierStore",
     "TierUsage",
     "removed_if_corrupt",
@@ -84,6 +85,21 @@ class ExpectingStore(Protocol):
         """Which of ``keys`` were expected and will not come, as far as the last ``contains`` has shown."""
 
 
+@runtime_checkable
+class PagedStore(Protocol):
+    """A store behind a service that others use too, and that can be gone through, at a price."""
+
+    def pages(self, part: bytes, at: int = 0) -> Iterator[list[bytes]]:
+        """The keys that have ``part`` from byte ``at`` on, a page at a time, also those that nobody here has put.
+
+        What is there from the first page to the last is in one of them; a page may be empty, and a key may come twice.
+        Each page is a call with a deadline of its own. The caller may remove keys meanwhile, or leave at any page.
+
+        Raises:
+            TierUnavailable, TierTimeout: it is out of service. The listing is over then, and not whole.
+        """
+
+
 class TierStore(Protocol):
     """Blocking; called from a bounded pool of threads, several calls at once.
 
@@ -118,7 +134,8 @@ class TierStore(Protocol):
         """Forgets ``keys``; those that are not there are left out."""
 
     def keys(self) -> Iterator[bytes] | None:
-        """What is there and can be listed; None where a service cannot list."""
+        """What is there, from this process's books; None where they do not say. A service is gone through by
+        ``PagedStore``, where it can be."""
 
     def usage(self) -> TierUsage:
         """From this process's books: never waits for the service."""
