@@ -443,12 +443,18 @@ def test_a_clear_of_a_tenant_means_its_records_only() -> None:
     assert selection_of(None, None).matches(mine)
 
 
-def test_a_clear_that_fails_is_tried_again() -> None:
-    world = TierWorld(4)
+def settled_writer(world: TierWorld) -> ConnectionId:
+    """It has a chunk, ``a``, in the tier; nothing waits to be published any more."""
     writer = world.attach()
     world.in_tier(writer, "a")
     world.tick(2.0)
     world.end_all(JobKind.PUBLISH)
+    return writer
+
+
+def test_a_clear_that_fails_is_tried_again() -> None:
+    world = TierWorld(4)
+    writer = settled_writer(world)
     world.reply(Clear())
     world.end(world.of(JobKind.CLEAR)[0], Outcome.FAILED)
     world.tick(0.5)
@@ -459,10 +465,7 @@ def test_a_clear_that_fails_is_tried_again() -> None:
 
 def test_a_clear_that_is_not_whole_goes_on_and_hides_what_it_means_until_then() -> None:
     world = TierWorld(4)
-    writer = world.attach()
-    world.in_tier(writer, "a")
-    world.tick(2.0)
-    world.end_all(JobKind.PUBLISH)
+    writer = settled_writer(world)
     world.reply(Clear(model="demo"))
     (first,) = world.of(JobKind.CLEAR)
     world.reply(Clear(model="demo"))

@@ -15,6 +15,7 @@ from antiphon.cache_server.tier_setup import tiers_options
 from antiphon.config.tier_spec import TierSpec, parse_tier
 from antiphon.core.errors import AntiphonError, ConfigError, TierUnavailable
 from antiphon.storage.memory_tier import MemoryTier
+from antiphon.storage.tier import PagedStore
 from tests.cache_server.test_tiers import Served, fill, is_right, keys_of, onboard, serve
 
 pytest.importorskip("xxhash", reason="needs xxhash")
@@ -166,3 +167,16 @@ def test_what_is_wrong_in_a_tiers_url_is_said_of_the_flag_that_has_it(
         tier_setup.open_stores([parse_tier("memory://?capacity_gb=0.1"), parse_tier("redis://127.0.0.1?name=near")])
     assert found.value.field == "l2"
     assert closed == ["first"]
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory", "redis", "s3", "mooncake"])
+def test_what_is_said_to_be_listed_is_what_the_store_of_the_kind_can(kind: str, tmp_path: Path) -> None:
+    urls = {"disk": f"disk://{tmp_path}/kv?capacity_gb=0.1", "memory": "memory://?capacity_gb=0.1"}
+    urls |= {"redis": "redis://127.0.0.1:1", "s3": "s3://bucket?region=us-east-1", "mooncake": "mooncake://127.0.0.1:1"}
+    spec = parse_tier(urls[kind])
+    (options,) = tiers_options([spec], 5.0).tiers
+    (store,) = tier_setup.open_stores([spec])
+    try:
+        assert options.can_list == (isinstance(store, PagedStore) or store.keys() is not None)
+    finally:
+        store.close()

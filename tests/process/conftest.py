@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.process.handed_over import engine_alone
 from tests.process.ray_cluster import ray_app, ray_cluster
 
-__all__ = ["ray_app", "ray_cluster"]
+__all__ = ["engine_alone", "ray_app", "ray_cluster"]

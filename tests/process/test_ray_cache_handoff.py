@@ -10,10 +10,9 @@ Out of scope: real engines (tests/real/test_ray_cache_handoff.py); faults (test_
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 import yaml
 
 from tests.engine.simulated_processes import EngineProcess
+from tests.process.handed_over import NUM_TOKENS, body_of, prompt_of, right_choices
 from tests.process.ray_cluster import RayCluster, simulated
 from tests.router.stack import Answer, ask, quiet_ports, wait_for
 from tests.storage.secured_etcd import USER, Certificates, SecuredEtcd
@@ -32,7 +32,6 @@ DATA = Path(__file__).parents[1] / "ray" / "data"
 APP = f"handoff-{os.getpid()}"
 START_WITHIN_S = 120.0
 CHUNK = 256
-NUM_TOKENS = 600
 NUM_HANDED = NUM_TOKENS // CHUNK * CHUNK
 L1_GIB = 0.0625
 
@@ -92,14 +91,6 @@ class Deployed:
             self.runtime_dir.cleanup()
 
 
-def body_of(prompt: list[int]) -> dict[str, Any]:
-    return {"model": "m", "prompt": prompt, "max_tokens": 8}
-
-
-def prompt_of(number: int) -> list[int]:
-    return list(range(1000 * number, 1000 * number + NUM_TOKENS))
-
-
 def rewritten(folder: Path, name: str, **changes: Any) -> None:
     """A file of LMCache's in ``folder``, with what this machine needs."""
     values = yaml.safe_load((DATA / name).read_text())
@@ -107,21 +98,12 @@ def rewritten(folder: Path, name: str, **changes: Any) -> None:
     (folder / name).write_text(yaml.safe_dump({k: v for k, v in (values | changes).items() if v != {}}))
 
 
-@pytest.fixture
-def alone(die_with_parent: Callable[[], None]) -> Iterator[EngineProcess]:
-    """An engine that nothing is handed to."""
-    engine = EngineProcess.start(die_with_parent, block_size_tokens=16)  # as the default of those behind Ray
-    yield engine
-    engine.stop()
-
-
 def check_handed_over(deployed: Deployed, alone: EngineProcess) -> None:
     """Each prompt once; the last one again, when a decode engine holds it already."""
     for number in (1, 2, 3):
         answer = deployed.complete(prompt_of(number))
         assert answer.status == 200, answer.body
-        status, right = alone.ask("POST", "/v1/completions", body_of(prompt_of(number)))
-        assert (status, answer.json["choices"]) == (200, json.loads(right)["choices"])
+        assert answer.json["choices"] == right_choices(alone, prompt_of(number))
         receipt = deployed.receipt(answer)
         assert (receipt["path"], receipt["handoff"]) == ("pd", "cache"), receipt
         assert receipt["tokens"]["decode"]["remote_prefill"] == NUM_HANDED
@@ -130,21 +112,28 @@ def check_handed_over(deployed: Deployed, alone: EngineProcess) -> None:
     assert deployed.receipt(again)["path"] in ("pd", "cached")
 
 
-def test_the_second_file_sender_and_receiver(ray_cluster: RayCluster, alone: EngineProcess, tmp_path: Path) -> None:
+def test_the_second_file_sender_and_receiver(
+    ray_cluster: RayCluster, engine_alone: EngineProcess, tmp_path: Path
+) -> None:
     port = quiet_ports(10)
     for name in ("lmcache_prefiller.yaml", "lmcache_decoder.yaml"):
         rewritten(tmp_path, name, nixl_buffer_size=int(L1_GIB * (1 << 30)), nixl_receiver_port=port)
     deployed = Deployed(ray_cluster, tmp_path, "lmcache_nixl.yaml")
     try:
         assert deployed.roles() == ["decode"] * 6 + ["prefill"] * 2
-        check_handed_over(deployed, alone)
+        check_handed_over(deployed, engine_alone)
     finally:
         deployed.close()
 
 
 @pytest.mark.parametrize("is_secured", [False, True], ids=["etcd", "etcd with user and TLS"])
 def test_the_third_file_a_mooncake_store_with_etcd(
-    ray_cluster: RayCluster, alone: EngineProcess, tmp_path: Path, adopted: set[int], free_ports: Take, is_secured: bool
+    ray_cluster: RayCluster,
+    engine_alone: EngineProcess,
+    tmp_path: Path,
+    adopted: set[int],
+    free_ports: Take,
+    is_secured: bool,
 ) -> None:
     master = MooncakeMaster(tmp_path / "master", adopted, free_ports, has_http_metadata=False)
     own: dict[str, Any] = {}
@@ -171,7 +160,7 @@ def test_the_third_file_a_mooncake_store_with_etcd(
         master.start()
         deployed = Deployed(ray_cluster, tmp_path, "lmcache_mooncake.yaml")
         assert deployed.roles() == ["decode", "prefill", "prefill"]
-        check_handed_over(deployed, alone)
+        check_handed_over(deployed, engine_alone)
         wait_for(lambda: published(deployed) >= 3 * (NUM_TOKENS // CHUNK), "the chunks are published", 20.0)
     finally:
         if deployed is not None:

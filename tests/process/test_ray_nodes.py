@@ -12,13 +12,12 @@ Out of scope: faults of the link (test_two_networks.py); one node (test_ray_cach
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import pytest
 from tests.cache_server.peer_world import secret_file
 from tests.engine.simulated_processes import EngineProcess
 from tests.process.deployment import marked_pids
+from tests.process.handed_over import NUM_TOKENS, body_of, prompt_of, right_choices
 from tests.process.ray_cluster import RayCallFailed, RayCluster, fixed, model_config, simulated
 from tests.process.two_networks import Namespace, TwoNetworks, two_networks
 from tests.router.stack import ask, quiet_ports, wait_for
@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 APP = f"nodes-{os.getpid()}"
 CHUNK = 256
-NUM_TOKENS = 600
 NUM_CHUNKS = NUM_TOKENS // CHUNK
 L1_BYTES = 64 << 20
 PORTS = {
@@ -71,14 +70,6 @@ class Nodes:
 
     def complete(self, prompt: list[int]) -> Any:
         return ask(self.router_port, "POST", "/v1/completions", body_of(prompt))
-
-
-def body_of(prompt: list[int]) -> dict[str, Any]:
-    return {"model": "m", "prompt": prompt, "max_tokens": 8}
-
-
-def prompt_of(number: int) -> list[int]:
-    return list(range(1000 * number, 1000 * number + NUM_TOKENS))
 
 
 def config(secret: str, router_port: int, runtime_dir: str) -> dict[str, Any]:
@@ -150,25 +141,17 @@ def nodes(adopted: set[int], tmp_path: Path) -> Iterator[Nodes]:
         yield Nodes(cluster, networks, port)
 
 
-@pytest.fixture
-def alone(die_with_parent: Callable[[], None]) -> Iterator[EngineProcess]:
-    """An engine that nothing is handed to."""
-    engine = EngineProcess.start(die_with_parent, block_size_tokens=16)  # as the default of those behind Ray
-    yield engine
-    engine.stop()
-
-
-def test_nodes_hand_over_through_their_cache_servers(nodes: Nodes, alone: EngineProcess) -> None:
+def test_nodes_hand_over_through_their_cache_servers(nodes: Nodes, engine_alone: EngineProcess) -> None:
     addresses = [nodes.networks.p.address, nodes.networks.d.address]
     urls = sorted(f"{address}:{PORTS['peers']}" for address in addresses)
     wait_for(lambda: sorted(nodes.members().values()) == urls, "both are members", 30.0)
-    check_handed_over(nodes, alone, (1, 2, 3))
+    check_handed_over(nodes, engine_alone, (1, 2, 3))
     before = nodes.members()
     for pid in coordinator_pids():
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: nodes.members() == before, "the coordinator and its members are back", 60.0)
     wait_for(lambda: nodes.counts("p")["listings"] >= 2, "what the server of P holds is told again", 20.0)
-    check_handed_over(nodes, alone, (4, 5))
+    check_handed_over(nodes, engine_alone, (4, 5))
 
 
 def check_handed_over(nodes: Nodes, alone: EngineProcess, numbers: tuple[int, ...]) -> None:
@@ -177,16 +160,10 @@ def check_handed_over(nodes: Nodes, alone: EngineProcess, numbers: tuple[int, ..
     for number in numbers:
         answer = nodes.complete(prompt_of(number))
         assert answer.status == 200, answer.body
-        right = alone.ask("POST", "/v1/completions", body_of(prompt_of(number)))
-        assert answer.json["choices"] == json_of(right)["choices"]
+        assert answer.json["choices"] == right_choices(alone, prompt_of(number))
     assert nodes.counts("d")["pulled"] - pulled == NUM_CHUNKS * len(numbers)
     assert nodes.counts("p")["lent"] - lent >= NUM_CHUNKS * len(numbers)
     assert nodes.counts("p")["pulled"] == 0
-
-
-def json_of(said: tuple[int, bytes]) -> Any:
-    assert said[0] == 200
-    return json.loads(said[1])
 
 
 def coordinator_pids() -> list[int]:

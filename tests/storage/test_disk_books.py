@@ -12,17 +12,13 @@ from antiphon.core.errors import TierCorrupt, TierTimeout
 from antiphon.core.units import KIB
 from antiphon.storage.disk_tier import DiskTier
 from antiphon.storage.record import HEAD_BYTES
-from tests.storage.test_disk_tier import make_rig
+from tests.storage.test_disk_tier import checked_rig
 from tests.storage.tier_kit import Rig, key_of
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = make_rig(tmp_path / "tier")
-    yield made
-    assert isinstance(made.store, DiskTier)
-    made.store.index.validate()
-    made.store.close()
+    yield from checked_rig(tmp_path / "tier")
 
 
 def test_a_record_that_is_put_while_a_get_misses_it_stays_in_the_books(

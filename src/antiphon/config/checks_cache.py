@@ -124,13 +124,18 @@ def check_connector(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
             yield Problem(compiled.spec.knob_path(engine.pool, "python"), message, fix)
 
 
+def missing_secret(place: str) -> Problem:
+    """Cache servers are reached from other places of this kind (``host``, ``node``) without a secret."""
+    message = f"is missing, and the cache servers are reached from other {place}s: who reached one could change KV"
+    fix = f"write a secret with: openssl rand -hex 32 > FILE, copy it to every {place}, and name it here"
+    return Problem("cache.cluster_secret_file", message, fix)
+
+
 def check_cluster_secret(compiled: Compiled, facts: HostFacts) -> Iterator[Finding]:
     """Servers that are reached from other hosts share a secret that the operator gave."""
     cache, servers = compiled.spec.cache, list(compiled.servers)
     if cache.cluster_secret_file is None and is_cluster_open(compiled.spec, servers):
-        message = "is missing, and the cache servers are reached from other hosts: who reached one could change KV"
-        fix = "write a secret with: openssl rand -hex 32 > FILE, copy it to every host, and name it here"
-        yield Problem("cache.cluster_secret_file", message, fix)
+        yield missing_secret("host")
 
 
 def check_cache_handoff(compiled: Compiled) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from antiphon.config.cache_server_spec import default_runtime_dir
 from antiphon.config.cache_servers import CacheServer
+from antiphon.config.checks_cache import missing_secret
 from antiphon.config.cluster import cluster_secret, host_port_of
 from antiphon.config.compile import compile_all
 from antiphon.config.hosts import WILDCARDS, http_url, is_loopback
@@ -75,9 +76,7 @@ def peers_problems(spec: Spec, servers: Sequence[CacheServer]) -> Iterator[Probl
     if host is not None:
         yield from _misplaced(host, is_published=is_published)
     if cache.cluster_secret_file is None and (is_published or (host is not None and not is_loopback(host))):
-        message = "is missing, and the cache servers are reached from other nodes: who reached one could change KV"
-        fix = "write a secret with: openssl rand -hex 32 > FILE, copy it to every node, and name it here"
-        yield Problem(SECRET_FIELD, message, fix)
+        yield missing_secret("node")
     error = _secret_error(spec) if _secret_is_here(spec) else None
     if error is not None:
         yield Problem(SECRET_FIELD, error.message, error.remedy or "name a readable text file that holds the secret")

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -71,15 +72,13 @@ class RouterReplica:
         key = None if key_file is None else read_key(key_file, "router.admin_key_file").decode()
         self._client = RouterClient(own_url(self._holder.plan.base_url, spec.router.host), key)
         self._coordinator: HeldCoordinator | None = None
-        is_started = False
-        try:
+        async with AsyncExitStack() as undo:
             self._coordinator = await self._start_coordinator(spec, options)
+            if self._coordinator is not None:
+                undo.push_async_callback(self._coordinator.stop)
+                undo.push_async_callback(self._tasks.stop)
             await self._holder.start(on_end=self._on_end)
-            is_started = True
-        finally:
-            if not is_started and self._coordinator is not None:
-                await self._tasks.stop()
-                await self._coordinator.stop()
+            undo.pop_all()
         self._starting = None
         self._tasks.start(self._watch_beats(), "the watch over the engines' beats")
         self._say(f"the router answers at {self._holder.plan.base_url} (log: {self._holder.log_path})")
